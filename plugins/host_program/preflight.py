@@ -1,0 +1,259 @@
+"""Everything that can be said against a release while the old variant still serves. Changes nothing that serves.
+
+The report
+    {"schema", "release", "variant", "ok": bool, "problems": [{"check": str, "what": str}], "warnings": [str, ...],
+     "engine_version": str | null, "effective": {...}, "notices": [str, ...], "cached": bool, "seconds": s}
+``effective`` and ``notices`` come from the engine itself: see engine_check.
+"""
+
+from __future__ import annotations
+
+import grp
+import hashlib
+import json
+import os
+import pwd
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+from ..module_utils import model_manifest, processes, records, units, versions
+from . import systemd
+
+ENGINE_CHECK_LIMIT_S = 600.0
+MIN_FREE_MIB = 1024
+ENGINE_MARKER = "swapgate-env.json"
+WEIGHT_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral", "hf")
+
+Problem = Dict[str, str]
+JsonDict = Dict[str, Any]
+
+
+def rules_digest() -> str:
+    """A hash over the program itself: a report of other rules is no report of these."""
+    digest = hashlib.sha256()
+    for folder in (Path(__file__).parent, Path(__file__).parent.parent / "module_utils"):
+        for source in sorted(folder.glob("*.py")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def flag_value(argv: List[str], flag: str) -> Optional[str]:
+    """The word after ``flag``, or after ``flag=``."""
+    for place, word in enumerate(argv):
+        if word == flag and place + 1 < len(argv):
+            return argv[place + 1]
+        if word.startswith(flag + "="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def identity(variant: JsonDict, layout: records.Layout) -> JsonDict:
+    """What a release stands on besides its own text: engine build, model manifest, driver."""
+    marker = Path(variant["engine"]["venv"]) / ENGINE_MARKER
+    manifest = records.read_if_there(layout.manifests / (variant["model"]["name"] + ".json"))
+    driver = Path("/sys/module/nvidia/version")
+    return {
+        "engine": hashlib.sha256(marker.read_bytes()).hexdigest()[:16] if marker.exists() else None,
+        "model": manifest.get("id") if manifest else None,
+        "driver": driver.read_text(encoding="ascii").strip() if driver.exists() else None,
+    }
+
+
+def load_release(layout: records.Layout, release: str) -> JsonDict:
+    """The variant of a staged release, after its content was held against its name; RecordError when it is not it."""
+    folder = layout.release(release)
+    try:
+        variant = records.read_json(folder / "variant.json")
+        text = (folder / variant["unit"]).read_text(encoding="utf-8")
+    except (FileNotFoundError, KeyError, TypeError) as error:
+        raise records.RecordError("release {} is not complete in {}: {}".format(release, folder, error)) from error
+    found = units.release_id(text, variant)
+    if found != release:
+        raise records.RecordError(
+            "release {}: the content of {} hashes to {}; it was changed by hand. Deploy the variant again.".format(
+                release, folder, found
+            )
+        )
+    return dict(variant)
+
+
+def _engine(variant: JsonDict) -> List[str]:
+    venv = Path(variant["engine"]["venv"])
+    marker = records.read_if_there(venv / ENGINE_MARKER)
+    if not os.access(variant["argv"][0], os.X_OK):
+        return ["{} is not there or not executable. Run the deploy again: role python_env builds it.".format(
+            variant["argv"][0])]
+    if marker is None:
+        return ["{} has no {}: the virtualenv was not finished by role python_env. Run the deploy again.".format(
+            venv, ENGINE_MARKER)]
+    return []
+
+
+def _version(variant: JsonDict) -> List[str]:
+    version = variant["engine"]["version"]
+    why_not = versions.unsupported(version)
+    if why_not:
+        return [why_not + ". Set swapgate_host.engine.version to a newer release."]
+    return versions.known_vulnerabilities(version, variant["accepted_risks"]) + versions.removed_settings(
+        variant["argv"], variant["env"], version
+    )
+
+
+def _model(variant: JsonDict, layout: records.Layout) -> List[str]:
+    path = Path(variant["model"]["path"])
+    if not path.is_dir():
+        return ["model folder {} is not there. Correct `path` of model '{}' or let role model_cache fetch it.".format(
+            path, variant["model"]["name"])]
+    problems = []
+    if not (path / "config.json").is_file():
+        problems.append("{} has no config.json: not a model folder.".format(path))
+    load_format = flag_value(variant["argv"], "--load-format") or "auto"
+    weights = sorted(path.glob("*.safetensors"))
+    if load_format == "dummy":
+        problems.append("--load-format dummy serves random weights. Remove it.")
+    elif load_format in WEIGHT_FORMATS and not weights:
+        problems.append("{} holds no *.safetensors file, which load format '{}' reads.".format(path, load_format))
+    problems += model_manifest.verify_headers(str(path))
+    manifest = records.read_if_there(layout.manifests / (variant["model"]["name"] + ".json"))
+    if manifest is None:
+        problems.append("no manifest of model '{}' in {}. Run the deploy again: role model_cache writes it.".format(
+            variant["model"]["name"], layout.manifests))
+    else:
+        problems += model_manifest.quick_check(manifest, os.stat)
+    spec = variant.get("speculative_config") or {}
+    draft = spec.get("model")
+    if isinstance(draft, str) and draft.startswith("/") and not (Path(draft) / "config.json").is_file():
+        problems.append("draft model {} is not there (no config.json). Correct `drafts` of model '{}'.".format(
+            draft, variant["model"]["name"]))
+    return problems
+
+
+def _gpus(variant: JsonDict) -> List[str]:
+    size, gpus = variant["model"]["tensor_parallel_size"], variant["gpus"]
+    pipeline = int(flag_value(variant["argv"], "--pipeline-parallel-size") or 1)
+    if gpus and size * pipeline != len(gpus):
+        return ["tensor parallel size {} x pipeline {} needs {} GPUs, swapgate_host.gpus lists {}.".format(
+            size, pipeline, size * pipeline, len(gpus))]
+    return []
+
+
+def _port(variant: JsonDict, managed: List[str]) -> List[str]:
+    foreign = [holder for holder in processes.port_holders(variant["port"]) if holder.unit not in managed]
+    return ["port {} is held by {}, which is not a unit of swapgate. Stop it or choose another port.".format(
+        variant["port"], holder) for holder in foreign]
+
+
+def _disk(layout: records.Layout) -> List[str]:
+    problems = []
+    for folder in ("/var/cache", str(layout.state_dir), "/run"):
+        free = shutil.disk_usage(folder).free >> 20
+        least = MIN_FREE_MIB if folder != "/run" else 16
+        if free < least:
+            problems.append("{} has {} MiB free, expected at least {}. Make room.".format(folder, free, least))
+    return problems
+
+
+def _enabled(managed: List[str]) -> List[str]:
+    enabled = [unit for unit in managed if systemd.is_enabled(unit)]
+    if len(enabled) > 1:
+        return ["{} are all enabled: at boot they would fight for the GPUs. `systemctl disable` all but one.".format(
+            " and ".join(enabled))]
+    return []
+
+
+def _unit_file(layout: records.Layout, release: str, variant: JsonDict) -> List[str]:
+    return systemd.verify(str(layout.release(release) / variant["unit"]))
+
+
+def service_account(variant: JsonDict, layout: records.Layout, release: str) -> Dict[str, Any]:
+    """The account of the unit's User= line, as keyword arguments for subprocess."""
+    text = (layout.release(release) / variant["unit"]).read_text(encoding="utf-8")
+    user = next((line[5:] for line in text.splitlines() if line.startswith("User=")), "root")
+    entry = pwd.getpwnam(user)
+    groups = [group.gr_gid for group in grp.getgrall() if user in group.gr_mem]
+    return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": groups}
+
+
+def ask_engine(variant: JsonDict, layout: records.Layout, release: str) -> JsonDict:
+    """The engine's own word on the argv: engine_check's report, as the service user, in the unit's environment."""
+    script = Path(__file__).with_name("engine_check.py")
+    environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **variant["env"]}
+    command = [variant["engine"]["venv"] + "/bin/python", str(script)]
+    try:
+        done = subprocess.run(  # noqa: S603 - the engine's interpreter on our own script, no shell
+            command,
+            input=json.dumps({"argv": variant["argv"][2:]}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            cwd="/",
+            timeout=ENGINE_CHECK_LIMIT_S,
+            check=False,
+            text=True,
+            **service_account(variant, layout, release),
+        )
+        report = json.loads(done.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"ok": False, "error": "no answer in {:.0f} s".format(ENGINE_CHECK_LIMIT_S)}
+    except (OSError, KeyError) as error:
+        return {"ok": False, "error": "cannot run {}: {}".format(command[0], error)}
+    except (ValueError, IndexError):
+        code = done.returncode
+        last = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+        how = "ended of signal {}".format(-code) if code < 0 else "ended with status {}".format(code)
+        return {"ok": False, "error": "the engine's interpreter {}: {}".format(how, last)}
+    return dict(report)
+
+
+def check(layout: records.Layout, release: str, managed: List[str], on_step: Callable[[str], None]) -> JsonDict:
+    """The preflight report of one staged release. ``managed`` are the units of swapgate on this host.
+
+    The cheapest check comes first; the engine is asked only when nothing else is wrong, and not again when it has
+    accepted the very same engine, argv, environment, model and rules before. ``on_step`` hears what is done.
+    """
+    started = time.monotonic()
+    report: JsonDict = {
+        "schema": records.SCHEMA, "release": release, "variant": None, "ok": False, "problems": [], "warnings": [],
+        "engine_version": None, "effective": {}, "notices": [], "cached": False, "seconds": 0.0,
+    }
+
+    def collect(name: str, found: List[str]) -> None:
+        report["problems"] += [{"check": name, "what": what} for what in found]
+
+    try:
+        variant = load_release(layout, release)
+    except records.RecordError as error:
+        collect("release", [str(error)])
+        return report
+    report["variant"] = variant["name"]
+    on_step("rules")
+    collect("engine", _engine(variant))
+    collect("version", _version(variant))
+    collect("model", _model(variant, layout))
+    collect("gpus", _gpus(variant))
+    collect("port", _port(variant, managed))
+    collect("disk", _disk(layout))
+    collect("enabled", _enabled(managed))
+    collect("unit", _unit_file(layout, release, variant))
+    if not report["problems"]:
+        on_step("engine")
+        asked = [rules_digest(), variant["engine"], variant["argv"], variant["env"], identity(variant, layout)]
+        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+        kept = layout.preflights / (key + ".json")
+        answer = records.read_if_there(kept)
+        report["cached"] = answer is not None
+        if answer is None:
+            answer = ask_engine(variant, layout, release)
+            if answer["ok"]:
+                records.write_json(kept, answer)
+        if not answer["ok"]:
+            collect("engine's own parser", ["{}. Correct the variant's or the model's entry.".format(answer["error"])])
+        report["engine_version"] = answer.get("version")
+        report["effective"] = answer.get("effective") or {}
+        report["notices"] = answer.get("notices") or []
+    report["ok"] = not report["problems"]
+    report["seconds"] = round(time.monotonic() - started, 1)
+    return report

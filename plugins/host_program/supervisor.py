@@ -1,0 +1,422 @@
+"""The main process of an engine's unit: starts the engine, says when it is ready, and ends it for good.
+
+Its child is the exact engine command. systemd learns from it what the engine never says: READY after a real completion
+by this unit's own server, STATUS with the phase of the load, a start limit that grows only while the load moves, a
+watchdog fed by tokens, and a failure where the engine exits 0 although it died.
+
+Exit codes: 0 the stop was asked for; 42 another try cannot help (the fault is the variant's or the model's); 69 the
+port is taken; 70 the engine exited 0 unasked; 75 the load stalled or took too long; 128+N the engine died of signal N;
+else the engine's own code.
+
+``load.json`` in the unit's runtime folder, replaced about once a second while it loads
+    {"schema", "unit", "variant", "state": "loading" | "ready" | "stopping" | "stopped" | "failed", "pid",
+     "started_unix", "updated_unix", "ready_after_s": s | null, "load": LoadWatch snapshot, "changes": [str, ...],
+     "typical_load_s": s | null, "exit": str | null, "failure": null | diagnosis with "what"}
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Deque, Dict, List, Optional, Sequence
+
+from ..module_utils import diagnosis, load_watch, metrics, processes, records
+from ..module_utils.signatures import Signatures
+from . import engine_api, systemd
+
+RETRY_IS_USELESS = 42
+PORT_TAKEN = 69
+UNASKED_EXIT_0 = 70
+LOAD_TOO_LONG = 75
+
+TICK_S = 0.25
+TELL_S = 1.0
+TAIL_S = 5.0
+# A load that moved this lately gets more time from systemd. The watch ends a stalled load by itself, at limits that depend
+# on the phase; the extension is the net below it, longer than the longest of those.
+MOVES_S = 10.0
+EXTENSION_US = 4000 * 1000 * 1000
+WORK_S = 3.0
+TAIL_LINES = 4000
+# A stop during a load: the engine swallows the first SIGTERM, the second ends it within about 10 s.
+TERM_AGAIN_S = 10.0
+KILL_S = 20.0
+# What the engine needs beyond its own drain limit before it counts as hung.
+TEARDOWN_S = 10.0
+PROBE_LIMIT_S = 60.0
+# Below this, reads and CPU time are a waiting process's own noise.
+READ_NOISE_BYTES = 1 << 20
+CPU_NOISE = 0.10
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Probe:
+    """A completion asked for in a thread, so that a hung engine does not stop the supervisor."""
+
+    def __init__(self, variant: Dict[str, Any], api_key: Optional[str], max_tokens: int) -> None:
+        self.error: Optional[str] = None
+        self.served: List[str] = []
+        self._thread = threading.Thread(target=self._run, args=(variant, api_key, max_tokens), daemon=True)
+        self._thread.start()
+
+    def _run(self, variant: Dict[str, Any], api_key: Optional[str], max_tokens: int) -> None:
+        bind, port, name = variant["bind"], variant["port"], variant["model"]["served_name"]
+        try:
+            self.served = engine_api.served_names(bind, port, api_key)
+            engine_api.complete(bind, port, name, max_tokens, api_key=api_key, limit_s=PROBE_LIMIT_S)
+        except engine_api.EngineError as error:
+            self.error = str(error)
+
+    @property
+    def done(self) -> bool:
+        """Whether an answer or an error is there."""
+        return not self._thread.is_alive()
+
+
+class Supervisor:
+    """One run of one engine."""
+
+    def __init__(self, variant: Dict[str, Any], argv: Sequence[str], layout: records.Layout, signatures: Signatures):
+        self.variant = variant
+        self.argv = list(argv)
+        self.layout = layout
+        self.signatures = signatures
+        self.folder = layout.unit_runtime(variant["unit"])
+        self.history_file = layout.home / "loads" / (variant["unit"][: -len(".service")] + ".json")
+        self.history = records.read_if_there(self.history_file)
+        limits = None
+        if variant.get("stall_timeout_s"):
+            limits = {phase: float(variant["stall_timeout_s"]) for phase in load_watch.PHASES}
+        self.started = time.monotonic()
+        self.started_unix = time.time()
+        self.watch = load_watch.LoadWatch(self.history, self.started, limits)
+        self.scanner = diagnosis.Scanner(signatures)
+        self.tail: Deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self.partial = ""
+        self.state = "loading"
+        self.ready_after_s: Optional[float] = None
+        self.failure: Optional[Dict[str, Any]] = None
+        self.exit_code: Optional[int] = None
+        self.stop_asked: Optional[float] = None
+        self.signals_sent = 0
+        self.probe: Optional[Probe] = None
+        self.probe_error = ""
+        self.work = processes.Work(0.0, 0)
+        self.work_at = self.told_at = self.tail_at = self.fed_at = 0.0
+        self.tokens: Optional[float] = None
+        self.watchdog_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
+        self.api_key = self._credential("vllm_api_key")
+        self.child: Optional[subprocess.Popen[bytes]] = None
+
+    # --- what the unit gives ---------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _credential(name: str) -> Optional[str]:
+        folder = os.environ.get("CREDENTIALS_DIRECTORY")
+        if not folder or not (Path(folder) / name).exists():
+            return None
+        return (Path(folder) / name).read_text(encoding="utf-8").strip()
+
+    def _environment(self) -> Dict[str, str]:
+        # The engine must not be able to say READY for itself.
+        hidden = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "CREDENTIALS_DIRECTORY")
+        environment = {key: value for key, value in os.environ.items() if key not in hidden}
+        if self.api_key:
+            environment["VLLM_API_KEY"] = self.api_key
+        return environment
+
+    # --- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Run the engine to its end; returns the exit code of this process."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._asked_to_stop)
+        # Workers that lose their parent come to us, not to init: nothing of this unit escapes the stop.
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        taken = processes.listening_inodes(self.variant["port"])
+        if taken:
+            self._fail("port {} is already in use".format(self.variant["port"]), "host", PORT_TAKEN)
+            return self._finish()
+        try:
+            self.child = subprocess.Popen(  # noqa: S603 - the argv is the unit's own, no shell
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._fail("cannot start {}: {}".format(self.argv[0], error), "config", RETRY_IS_USELESS)
+            return self._finish()
+        with selectors.DefaultSelector() as selector:
+            assert self.child.stdout is not None
+            os.set_blocking(self.child.stdout.fileno(), False)
+            selector.register(self.child.stdout, selectors.EVENT_READ)
+            while self.child.poll() is None:
+                self._read(selector)
+                self._tick(time.monotonic())
+            self._read(selector)
+        return self._finish()
+
+    def _read(self, selector: selectors.BaseSelector) -> None:
+        for _ in selector.select(TICK_S):
+            assert self.child is not None and self.child.stdout is not None
+            try:
+                chunk = os.read(self.child.stdout.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            if not chunk:
+                selector.unregister(self.child.stdout)
+                time.sleep(TICK_S)
+                return
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+            text = chunk.decode("utf-8", "replace")
+            if self.state == "loading":
+                self.watch.feed(text, time.monotonic())
+            self._keep(text)
+        if not selector.get_map():
+            time.sleep(TICK_S)
+
+    def _keep(self, text: str) -> None:
+        lines = (self.partial + text).split("\n")
+        self.partial = lines.pop()[-65536:]
+        self.tail.extend(lines)
+        if self.state in ("loading", "ready"):
+            for line in lines:
+                self.scanner.feed(line)
+
+    def _tick(self, now: float) -> None:
+        if self.stop_asked is not None:
+            self._press(now)
+            return
+        if self.failure is not None:
+            return
+        fatal = self.scanner.fatal()
+        if fatal is not None and self.state == "loading":
+            self.failure = dict(fatal, what="the engine said so")
+            self._end(now)
+            return
+        if self.state == "loading":
+            self._loading(now)
+        elif self.watchdog_s and now - self.fed_at >= self.watchdog_s / 4:
+            self._feed_watchdog(now)
+
+    # --- loading ---------------------------------------------------------------------------------------------------
+
+    def _loading(self, now: float) -> None:
+        if now - self.work_at >= WORK_S:
+            self._notice_work(now)
+        snapshot = self.watch.snapshot(now)
+        if snapshot["stalled"]:
+            self._fail("the load stalled: " + snapshot["evidence"], "unknown", LOAD_TOO_LONG)
+            self._end(now)
+            return
+        if snapshot["elapsed_s"] > self.variant["load_timeout_s"]:
+            what = "the load took longer than load_timeout_s, {} s: {}{}".format(
+                self.variant["load_timeout_s"], snapshot["evidence"],
+                "; last probe: " + self.probe_error if self.probe_error else "",
+            )
+            self._fail(what, "unknown", LOAD_TOO_LONG)
+            self._end(now)
+            return
+        self._try_ready(now)
+        if now - self.told_at >= TELL_S:
+            self.told_at = now
+            self._tell(now)
+
+    def _notice_work(self, now: float) -> None:
+        members = processes.descendants(os.getpid())
+        work = processes.work(members)
+        if work.cpu_s - self.work.cpu_s > CPU_NOISE * (now - self.work_at):
+            self.watch.activity(now, "cpu")
+        if work.read_bytes - self.work.read_bytes > READ_NOISE_BYTES:
+            self.watch.activity(now, "disk")
+        self.work, self.work_at = work, now
+
+    def _try_ready(self, now: float) -> None:
+        if self.probe is None:
+            inodes = processes.listening_inodes(self.variant["port"])
+            if inodes and any(
+                processes.holds_socket(pid, inodes) for pid in processes.descendants(os.getpid())
+            ):
+                self.probe = Probe(self.variant, self.api_key, engine_api.PROBE_TOKENS)
+            return
+        if not self.probe.done:
+            return
+        probe, self.probe = self.probe, None
+        served = self.variant["model"]["served_name"]
+        if probe.served and served not in probe.served:
+            what = "the server answers to {}, expected '{}'".format(", ".join(probe.served), served)
+            self._fail(what, "config", RETRY_IS_USELESS)
+            self._end(now)
+        elif probe.error:
+            self.probe_error = probe.error
+        else:
+            self._ready(now)
+
+    def _ready(self, now: float) -> None:
+        self.state = "ready"
+        self.ready_after_s = round(now - self.started, 1)
+        record = self.watch.record()
+        with contextlib.suppress(OSError):
+            records.write_json(self.history_file, load_watch.merge_history(self.history, record))
+        self._tell(now)
+        systemd.notify("READY=1\nSTATUS=serving {}, loaded in {:.0f} s\nWATCHDOG=1".format(
+            self.variant["name"], self.ready_after_s
+        ))
+        self.fed_at = now
+
+    # --- serving ---------------------------------------------------------------------------------------------------
+
+    def _feed_watchdog(self, now: float) -> None:
+        """Tell systemd that the engine lives: tokens moved, or, when it is idle, a completion of our own."""
+        if self.probe is not None:
+            if self.probe.done:
+                if self.probe.error is None:
+                    self.fed_at = now
+                    systemd.notify("WATCHDOG=1")
+                self.probe = None
+            return
+        try:
+            load = metrics.load(engine_api.samples(self.variant["bind"], self.variant["port"], limit_s=2.0))
+        except engine_api.EngineError:
+            return
+        moved = load["tokens"] is not None and load["tokens"] != self.tokens
+        self.tokens = load["tokens"]
+        if moved:
+            self.fed_at = now
+            systemd.notify("WATCHDOG=1")
+        elif not load["running"] and not load["waiting"]:
+            self.probe = Probe(self.variant, self.api_key, 1)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def _asked_to_stop(self, _number: int, _frame: Any) -> None:
+        if self.stop_asked is None:
+            self.stop_asked = time.monotonic()
+
+    def _end(self, now: float) -> None:
+        """Stop the engine for a reason of our own."""
+        self.stop_asked = now
+        self._tell(now)
+
+    def _press(self, now: float) -> None:
+        """TERM, TERM again, KILL: each only when the one before had its time. The drain is waited for while it serves."""
+        assert self.child is not None
+        patience = 0.0
+        if self.ready_after_s is not None and self.failure is None:
+            patience = float(self.variant["drain_timeout_s"]) + TEARDOWN_S - TERM_AGAIN_S
+        waited = now - (self.stop_asked or now)
+        due = [(0.0, signal.SIGTERM), (patience + TERM_AGAIN_S, signal.SIGTERM), (patience + KILL_S, signal.SIGKILL)]
+        if self.signals_sent < len(due) and waited >= due[self.signals_sent][0]:
+            number = due[self.signals_sent][1]
+            self.signals_sent += 1
+            if self.signals_sent == 1:
+                if self.state != "failed":
+                    self.state = "stopping"
+                systemd.notify("STOPPING=1\nSTATUS=stopping {}".format(self.variant["name"]))
+                self._tell(now)
+            if number == signal.SIGKILL:
+                for pid in [self.child.pid, *processes.descendants(os.getpid())]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.child.pid, number)
+
+    def _fail(self, what: str, kind: str, code: int) -> None:
+        self.failure = {"what": what, "class": kind, "root_cause": None, "signature": None, "remedy": None, "context": []}
+        self.exit_code = code
+
+    def _finish(self) -> int:
+        """The engine is gone: end what it left behind, name the cause, choose the exit code."""
+        for pid in processes.descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        asked = self.stop_asked is not None and self.failure is None
+        returncode = self.child.returncode if self.child is not None else None
+        if self.partial:
+            self._keep("\n")
+        if asked:
+            self.state, code = "stopped", 0
+        else:
+            self.state, code = "failed", self._explain(returncode)
+        self._tell(time.monotonic(), "exit {}".format(returncode) if returncode is not None else None)
+        return code
+
+    def _explain(self, returncode: Optional[int]) -> int:
+        if returncode is None:
+            return self.exit_code or 1
+        found = diagnosis.diagnose(list(self.tail), self.signatures)
+        if self.failure is None:
+            told = "with status {}".format(returncode) if returncode >= 0 else "of signal {}".format(-returncode)
+            when = "after it served" if self.ready_after_s is not None else "during the load"
+            self.failure = {"what": "the engine ended {} {}".format(told, when)}
+        if found["verdict"] == "fatal" or not self.failure.get("root_cause"):
+            known = {key: found.get(key) for key in ("root_cause", "signature", "remedy", "context", "phase")}
+            self.failure.update({key: value for key, value in known.items() if value})
+            if found.get("class") and self.failure.get("class") in (None, "unknown"):
+                self.failure["class"] = found["class"]
+        if self.exit_code is not None:
+            return self.exit_code
+        if self.ready_after_s is None and self.failure.get("class") in ("config", "model"):
+            return RETRY_IS_USELESS
+        if returncode == 0:
+            return UNASKED_EXIT_0
+        return returncode if returncode > 0 else 128 - returncode
+
+    # --- telling ---------------------------------------------------------------------------------------------------
+
+    def _tell(self, now: float, ended: Optional[str] = None) -> None:
+        snapshot = self.watch.snapshot(now)
+        typical = load_watch.typical_load(self.history)
+        report = {
+            "schema": records.SCHEMA,
+            "unit": self.variant["unit"],
+            "variant": self.variant["name"],
+            "state": self.state,
+            "pid": self.child.pid if self.child is not None else None,
+            "started_unix": self.started_unix,
+            "updated_unix": time.time(),
+            "ready_after_s": self.ready_after_s,
+            "load": snapshot,
+            "changes": self.watch.changes(),
+            "typical_load_s": sum(typical.values()) if typical else None,
+            "exit": ended,
+            "failure": self.failure,
+        }
+        with contextlib.suppress(OSError):
+            records.write_json(self.folder / "load.json", report)
+            if self.state != "loading" or now - self.tail_at >= TAIL_S:
+                self.tail_at = now
+                records.write_atomic(self.folder / "tail.log", "\n".join(self.tail) + "\n")
+        if self.state == "loading":
+            left = snapshot["remaining_s"]
+            status = "loading {}: {} {:.0f} %, {:.0f} s elapsed, {}".format(
+                self.variant["name"], snapshot["phase"], snapshot["percent"], snapshot["elapsed_s"],
+                "about {:.0f} s left".format(left) if left is not None else "time left not known",
+            )
+            # Only a load that moves gets more time, and never after a stop was asked: the same message would
+            # stretch the stop limit too.
+            moves = snapshot["quiet_s"] < MOVES_S and self.stop_asked is None
+            systemd.notify("STATUS=" + status + ("\nEXTEND_TIMEOUT_USEC={:d}".format(EXTENSION_US) if moves else ""))
+        elif self.state == "failed" and self.failure is not None:
+            systemd.notify("STATUS=failed: {}".format(str(self.failure.get("root_cause") or self.failure["what"])[:400]))
+
+
+def supervise(variant: Dict[str, Any], argv: Sequence[str], layout: records.Layout, signatures: Signatures) -> int:
+    """Run one engine under its unit; returns the exit code."""
+    return Supervisor(variant, argv, layout, signatures).run()

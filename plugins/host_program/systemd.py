@@ -1,0 +1,111 @@
+"""Talking to systemd: the notify socket, and the few systemctl calls of a swap."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from typing import Dict, List, Optional, Sequence
+
+SYSTEMCTL_LIMIT_S = 30.0
+
+
+class SystemdError(Exception):
+    """A systemctl call that failed; the text is the command and what it said."""
+
+
+def notify(message: str) -> None:
+    """Send ``message`` to the service manager; silently nothing outside a unit of Type=notify."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+        sock.sendto(message.encode(), address)
+
+
+def systemctl(*words: str, limit_s: Optional[float] = SYSTEMCTL_LIMIT_S, check: bool = True) -> str:
+    """Standard output of ``systemctl WORDS``; SystemdError when it fails or takes longer than ``limit_s``."""
+    command = ["systemctl", "--no-pager", *words]
+    try:
+        done = subprocess.run(  # noqa: S603 - fixed command, no shell
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=limit_s, check=False, text=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SystemdError("{}: no answer in {:.0f} s".format(" ".join(command), limit_s or 0)) from error
+    if check and done.returncode != 0:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise SystemdError("{}: exit {}: {}".format(" ".join(command), done.returncode, said[-1] if said else ""))
+    return done.stdout
+
+
+def show(unit: str, *properties: str) -> Dict[str, str]:
+    """The named properties of a unit, as systemd prints them."""
+    text = systemctl("show", unit, "--property=" + ",".join(properties))
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+
+def is_enabled(unit: str) -> bool:
+    """Whether the unit starts at boot."""
+    return systemctl("is-enabled", unit, check=False).strip() in ("enabled", "enabled-runtime")
+
+
+def verify(path: str) -> List[str]:
+    """What systemd-analyze says about a unit file. It exits 0 on an unknown key, so its text counts, not its code.
+
+    Lines about other units of the host are left out: they are not this file's fault.
+    """
+    done = subprocess.run(  # noqa: S603
+        ["systemd-analyze", "verify", "--man=no", path],  # noqa: S607
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        text=True,
+    )
+    name = os.path.basename(path)
+    lines = [line for line in done.stdout.splitlines() if name in line]
+    if done.returncode != 0 and not lines:
+        lines = done.stdout.splitlines() or ["systemd-analyze verify: exit {}".format(done.returncode)]
+    return lines
+
+
+def journal(unit: str, since_unix: float, most: int = 200) -> List[str]:
+    """The last lines of a unit's journal since a time: its own output and what systemd said about it."""
+    done = subprocess.run(  # noqa: S603
+        ["journalctl", "--no-pager", "--output=cat", "--unit", unit, "--lines", str(most),  # noqa: S607
+         "--since", "@{:.0f}".format(since_unix - 1)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=False,
+        text=True,
+        errors="replace",
+        timeout=SYSTEMCTL_LIMIT_S,
+    )
+    return done.stdout.splitlines()
+
+
+def processes(unit: str) -> List[int]:
+    """The processes in a unit's control group."""
+    group = show(unit, "ControlGroup").get("ControlGroup", "")
+    if not group:
+        return []
+    pids = []
+    for base in ("/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified"):
+        top = base + group
+        if os.path.isdir(top):
+            for folder, _, files in os.walk(top):
+                if "cgroup.procs" in files:
+                    with open(os.path.join(folder, "cgroup.procs"), encoding="ascii") as procs:
+                        pids += [int(line) for line in procs if line.strip()]
+            if pids:
+                break
+    return sorted(set(pids))
+
+
+def enable_only(unit: str, others: Sequence[str]) -> None:
+    """Make ``unit`` the only one of these units that starts at boot."""
+    systemctl("enable", "--quiet", unit)
+    for other in others:
+        if other != unit and is_enabled(other):
+            systemctl("disable", "--quiet", other)

@@ -1,0 +1,590 @@
+"""The swap: from the variant that serves to another release, or back. The only place that starts or stops an engine.
+
+    lock -> preflight (the old variant serves) -> way back -> stop -> free -> start -> watch -> probe -> soak -> commit
+    any failure after the stop: roll back, and prove that the last good variant answers
+
+It runs in its own unit, `swapgate-swap.service`; whoever asked for it may go away. Every step first writes its name
+into the state file, so that whatever kills the swap, `resolve` knows where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+from ..module_utils import diagnosis, metrics, nvidia_smi, processes, records, signatures, units
+from . import engine_api, preflight, systemd
+
+JsonDict = Dict[str, Any]
+
+POLL_S = 0.5
+# Beyond the unit's own limits, which systemd enforces.
+GRACE_S = 30.0
+PROBE_LIMIT_S = 120.0
+SOAK_PROBE_EVERY_S = 5.0
+DROPIN = "50-swapgate-exclusive.conf"
+
+
+class SwapFailed(Exception):
+    """A step that ended the swap. ``cause`` is a CAUSE of records."""
+
+    def __init__(self, what: str, kind: str = "unknown", **more: Any) -> None:
+        super().__init__(what)
+        self.cause: JsonDict = {
+            "what": what, "class": kind, "phase": None, "root_cause": None, "signature": None, "remedy": None, "context": [],
+        }
+        self.cause.update({key: value for key, value in more.items() if key in self.cause})
+
+
+class Busy(Exception):
+    """Another swap holds the lock; the text says whose and since when."""
+
+
+@contextlib.contextmanager
+def locked(layout: records.Layout, owner: str) -> Iterator[None]:
+    """Hold the host's one lock. The kernel releases it with the process, however that ends."""
+    layout.lock.parent.mkdir(parents=True, exist_ok=True)
+    with open(layout.lock, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise Busy("a swap is running: {}".format(file.read().strip() or "owner not known")) from error
+        file.seek(0)
+        file.truncate()
+        file.write("{} since {}\n".format(owner, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())))
+        file.flush()
+        yield
+
+
+def managed_variants(layout: records.Layout) -> List[JsonDict]:
+    """The resolved variants whose units are installed on this host."""
+    found = []
+    for file in sorted(layout.variants.glob("*.json")):
+        variant = records.read_if_there(file)
+        if variant and (layout.units / variant["unit"]).exists():
+            found.append(variant)
+    return found
+
+
+def managed_units(layout: records.Layout) -> List[str]:
+    """The units of swapgate that are installed on this host."""
+    return [variant["unit"] for variant in managed_variants(layout)]
+
+
+def active_units(layout: records.Layout) -> List[str]:
+    """Those of them that run, start or stop right now."""
+    alive = ("active", "activating", "deactivating", "reloading")
+    return [unit for unit in managed_units(layout) if systemd.show(unit, "ActiveState")["ActiveState"] in alive]
+
+
+def gpu_states() -> List[JsonDict]:
+    """Index, memory in use and state of every GPU, as nvidia-smi tells them."""
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index,memory.used,utilization.gpu", "--format=csv"],  # noqa: S603, S607
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+        text=True,
+        timeout=30,
+    )
+    return nvidia_smi.judge(nvidia_smi.parse_csv(done.stdout))
+
+
+class Swap:
+    """One swap and its record in the state file."""
+
+    def __init__(self, layout: records.Layout, state: JsonDict, say: Callable[[str], None]) -> None:
+        self.layout = layout
+        self.state = state
+        self.say = say
+        self._phase_started = time.monotonic()
+        self._asked_unix = time.time()
+
+    # --- the record ------------------------------------------------------------------------------------------------
+
+    @property
+    def swap(self) -> JsonDict:
+        """The SWAP of the state file."""
+        swap: JsonDict = self.state["swap"]
+        return swap
+
+    def save(self) -> None:
+        """Write the state file."""
+        records.write_json(self.layout.state, self.state)
+
+    def phase(self, name: str) -> None:
+        """Enter a phase: the file knows before anything is done."""
+        self._close_phase()
+        self.swap["phase"] = name
+        self.swap["phase_since_unix"] = time.time()
+        self.save()
+        self.say("phase: " + name)
+
+    def _close_phase(self) -> None:
+        now = time.monotonic()
+        if self.swap["phase"]:
+            self.swap["phases"].append({"name": self.swap["phase"], "seconds": round(now - self._phase_started, 2)})
+        self._phase_started = now
+
+    def end(self, outcome: str, cause: Optional[JsonDict] = None) -> None:
+        """Close the record with one of records.OUTCOMES."""
+        self._close_phase()
+        if cause is not None:
+            self.swap["cause"] = cause
+        self.swap.update(phase=None, outcome=outcome, ended_unix=time.time())
+        self.save()
+        records.append_history(self.layout, self.swap)
+        self.say("outcome: {}{}".format(outcome, ": " + cause["what"] if cause else ""))
+
+    # --- steps -----------------------------------------------------------------------------------------------------
+
+    def install(self, release: str) -> JsonDict:
+        """Put a release's unit and data in place, and say anew which units exclude each other."""
+        variant = preflight.load_release(self.layout, release)
+        folder = self.layout.release(release)
+        records.write_atomic(
+            self.layout.units / variant["unit"], (folder / variant["unit"]).read_text(encoding="utf-8")
+        )
+        records.write_json(self.layout.variants / (variant["name"] + ".json"), variant)
+        shares = units.exclusions(managed_variants(self.layout))
+        for unit, others in shares.items():
+            dropin = self.layout.units / (unit + ".d") / DROPIN
+            text = units.exclusion_dropin(others)
+            if not dropin.exists() or dropin.read_text(encoding="utf-8") != text:
+                records.write_atomic(dropin, text)
+        systemd.systemctl("daemon-reload")
+        return variant
+
+    def stop_all(self, limit_s: float) -> None:
+        """Stop every engine unit that is up. A stop that ends `failed` is still a stop."""
+        for unit in active_units(self.layout):
+            with contextlib.suppress(systemd.SystemdError):
+                systemd.systemctl("stop", unit, limit_s=limit_s)
+            state = systemd.show(unit, "ActiveState")["ActiveState"]
+            if state not in ("inactive", "failed"):
+                raise SwapFailed("{} is still {} {:.0f} s after the stop was asked".format(unit, state, limit_s), "host")
+            if state == "failed":
+                systemd.systemctl("reset-failed", unit, check=False)
+
+    def wait_free(self, variant: JsonDict) -> None:
+        """Wait until the port and every GPU of the variant are free; name who holds them when they do not get so."""
+        deadline = time.monotonic() + variant["free_timeout_s"]
+        while True:
+            taken = [str(holder) for holder in processes.port_holders(variant["port"])]
+            blocked = ["port {} is held by {}".format(variant["port"], holder) for holder in taken]
+            if variant["gpus"]:
+                blocked += self._busy_gpus(variant)
+            if not blocked:
+                return
+            if time.monotonic() > deadline:
+                raise SwapFailed(
+                    "not free after {} s: {}".format(variant["free_timeout_s"], "; ".join(blocked)), "host",
+                    remedy="End what holds it, then run the deploy again.",
+                )
+            time.sleep(POLL_S)
+
+    @staticmethod
+    def _busy_gpus(variant: JsonDict) -> List[str]:
+        states = {gpu["index"]: gpu for gpu in gpu_states()}
+        blocked = []
+        for index in variant["gpus"]:
+            gpu = states.get(index)
+            if gpu is None:
+                blocked.append("GPU {} is not there".format(index))
+            elif gpu["state"] != "ok":
+                blocked.append("GPU {}: {}".format(index, gpu["state"]))
+            elif gpu["memory_used_mib"] > variant["free_memory_mib"]:
+                blocked.append("GPU {} uses {} MiB, expected under {}".format(
+                    index, gpu["memory_used_mib"], variant["free_memory_mib"]))
+        return blocked
+
+    def start(self, variant: JsonDict) -> None:
+        """Ask for the start; the wait is `watch`."""
+        unit = variant["unit"]
+        systemd.systemctl("reset-failed", unit, check=False)
+        with contextlib.suppress(FileNotFoundError):
+            (self.layout.unit_runtime(unit) / "load.json").unlink()
+        self._asked_unix = time.time()
+        systemd.systemctl("start", "--no-block", unit)
+
+    def watch(self, variant: JsonDict) -> None:
+        """Until the unit is active, or the first sign that it will not be."""
+        unit = variant["unit"]
+        deadline = time.monotonic() + variant["load_timeout_s"] + GRACE_S
+        seen_running = False
+        asked = time.monotonic()
+        while True:
+            now = systemd.show(unit, "ActiveState", "SubState", "Result", "NRestarts", "Job")
+            active, sub = now["ActiveState"], now["SubState"]
+            if active == "active":
+                return
+            if active == "failed" or sub == "auto-restart" or (seen_running and active == "inactive"):
+                raise self.explain(variant, "{} did not start (result {})".format(unit, now["Result"]))
+            if now["NRestarts"] not in ("", "0"):
+                raise self.explain(variant, "{} died and was restarted while it loaded".format(unit))
+            seen_running = seen_running or active == "activating"
+            if not seen_running and not now.get("Job", "").strip("0") and time.monotonic() - asked > GRACE_S:
+                raise self.explain(variant, "{} was asked to start and stayed {}".format(unit, active))
+            if time.monotonic() > deadline:
+                raise self.explain(variant, "{} is not ready after {} s".format(unit, variant["load_timeout_s"]))
+            time.sleep(POLL_S)
+
+    def explain(self, variant: JsonDict, what: str) -> SwapFailed:
+        """A failure with what the supervisor found out about it."""
+        report = records.read_if_there(self.layout.unit_runtime(variant["unit"]) / "load.json") or {}
+        found = report.get("failure")
+        if not found:  # the supervisor itself did not get that far: systemd's own lines say why
+            known = signatures.load_signatures(records.read_json(self.layout.library / "signatures.json"))
+            found = diagnosis.diagnose(systemd.journal(variant["unit"], self._asked_unix), known)
+        failed = SwapFailed(": ".join(filter(None, (what, found.get("what")))), found.get("class") or "unknown")
+        for key in ("root_cause", "signature", "remedy", "context"):
+            if found.get(key):
+                failed.cause[key] = found[key]
+        return failed
+
+    def _api_key(self) -> Optional[str]:
+        file = Path("/etc/swapgate/credentials/vllm_api_key")
+        return file.read_text(encoding="utf-8").strip() if file.exists() else None
+
+    def probe(self, variant: JsonDict) -> str:
+        """One greedy answer by a process of this very unit; returns its text."""
+        holders = processes.port_holders(variant["port"])
+        foreign = [str(holder) for holder in holders if holder.unit != variant["unit"]]
+        if foreign or not holders:
+            raise SwapFailed("port {} is answered by {}, expected a process of {}".format(
+                variant["port"], ", ".join(foreign) or "nobody", variant["unit"]), "host")
+        try:
+            answer = engine_api.complete(
+                variant["bind"], variant["port"], variant["model"]["served_name"], api_key=self._api_key(),
+                limit_s=PROBE_LIMIT_S,
+            )
+        except engine_api.EngineError as error:
+            raise self.explain(variant, "the engine gives no answer: {}".format(error)) from error
+        if not answer.strip():
+            raise SwapFailed("the answer to the fixed prompt is empty", "model")
+        return answer
+
+    def soak(self, variant: JsonDict) -> None:
+        """The unit must stay up and go on answering."""
+        end = time.monotonic() + variant["soak_s"]
+        next_probe = time.monotonic() + SOAK_PROBE_EVERY_S
+        while time.monotonic() < end:
+            now = systemd.show(variant["unit"], "ActiveState", "NRestarts", "Result")
+            if now["ActiveState"] != "active" or now["NRestarts"] not in ("", "0"):
+                raise self.explain(variant, "{} died in its soak (result {})".format(variant["unit"], now["Result"]))
+            if time.monotonic() >= next_probe:
+                self.probe(variant)
+                next_probe = time.monotonic() + SOAK_PROBE_EVERY_S
+            time.sleep(POLL_S)
+
+    def commit(self, variant: JsonDict, release: str, answer: str) -> None:
+        """From here on this release is the last good one, and the only one that starts at boot."""
+        systemd.enable_only(variant["unit"], managed_units(self.layout))
+        self.state["last_good"] = {
+            "variant": variant["name"], "unit": variant["unit"], "release": release, "since_unix": time.time(),
+            "answer": answer, "identity": preflight.identity(variant, self.layout),
+        }
+        self.save()
+
+    # --- forward and back ------------------------------------------------------------------------------------------
+
+    def bring_up(self, release: str, prefix: str = "") -> str:
+        """Install, free, start, watch and probe one release; returns the probe's answer."""
+        self.phase(prefix + "install")
+        variant = self.install(release)
+        self.phase(prefix + "free")
+        self.wait_free(variant)
+        self.phase(prefix + "start")
+        self.start(variant)
+        self.phase(prefix + "watch")
+        self.watch(variant)
+        self.phase(prefix + "probe")
+        answer = self.probe(variant)
+        gone = self.swap["service_lost_s"]
+        if gone is not None and self.swap["boot_id"] == boot_id():  # a monotonic clock means nothing after a boot
+            self.swap["seconds_without_service"] = round(time.monotonic() - gone, 1)
+        return answer
+
+    def stop_old(self) -> None:
+        """Stop what serves; from here on a failure means a roll back."""
+        self.swap["stopped_old"] = True
+        self.swap["service_lost_s"] = time.monotonic() if active_units(self.layout) else None
+        self.phase("stop")
+        self.stop_all(self._stop_limit_s())
+
+    def _stop_limit_s(self) -> float:
+        drains = [variant["drain_timeout_s"] for variant in managed_variants(self.layout)]
+        return max([*drains, 0]) + 60 + GRACE_S
+
+    def roll_back(self, cause: JsonDict, outcome: str = "rolled_back") -> None:
+        """Bring the last good release back and prove that it answers."""
+        good = self.state["last_good"]
+        self.swap["cause"] = cause
+        try:
+            self.phase("rollback-stop")
+            self.stop_all(self._stop_limit_s())
+            target = self.swap["to"]["unit"]
+            if good is None or good["unit"] != target:
+                systemd.systemctl("disable", "--quiet", target, check=False)
+            if good is None:
+                self.end("failed", dict(cause, remedy=cause.get("remedy") or "No earlier variant to go back to."))
+                return
+            self.bring_up(good["release"], "rollback-")
+            systemd.enable_only(good["unit"], managed_units(self.layout))
+        except (SwapFailed, systemd.SystemdError, records.RecordError, OSError) as error:
+            second = error.cause if isinstance(error, SwapFailed) else SwapFailed(str(error), "host").cause
+            second["phase"] = self.swap["phase"]
+            self.swap["rollback_cause"] = second
+            self.end("failed", cause)
+            return
+        self.end(outcome, cause)
+
+    def run(self) -> None:
+        """The whole story; the outcome is in the record."""
+        release = self.swap["to"]["release"]
+        self.phase("preflight")
+        report = preflight.check(self.layout, release, managed_units(self.layout), self.say)
+        self.swap["preflight"] = report
+        if not report["ok"]:
+            first = report["problems"][0]
+            what = "; ".join("{check}: {what}".format(**problem) for problem in report["problems"])
+            self.end("refused", dict(SwapFailed(what, "config").cause, phase="preflight", root_cause=first["what"]))
+            return
+        try:
+            variant = preflight.load_release(self.layout, release)
+            if self._serves_already(release, variant):
+                self.end("unchanged")
+                return
+            self.phase("way back")
+            self._check_way_back()
+        except (SwapFailed, records.RecordError) as error:
+            cause = error.cause if isinstance(error, SwapFailed) else SwapFailed(str(error), "host").cause
+            self.end("refused", dict(cause, phase=self.swap["phase"]))
+            return
+        try:
+            self.stop_old()
+            answer = self.bring_up(release)
+            self.phase("soak")
+            self.soak(variant)
+            self.phase("commit")
+            self.commit(variant, release, answer)
+        except (SwapFailed, systemd.SystemdError, records.RecordError, OSError) as error:
+            cause = error.cause if isinstance(error, SwapFailed) else SwapFailed(str(error), "host").cause
+            self.roll_back(dict(cause, phase=self.swap["phase"]))
+            return
+        self.end("swapped")
+
+    def _serves_already(self, release: str, variant: JsonDict) -> bool:
+        good = self.state["last_good"]
+        if not good or good["release"] != release:
+            return False
+        if systemd.show(variant["unit"], "ActiveState")["ActiveState"] != "active":
+            return False
+        installed = (self.layout.units / variant["unit"]).read_text(encoding="utf-8")
+        staged = (self.layout.release(release) / variant["unit"]).read_text(encoding="utf-8")
+        if installed != staged or not systemd.is_enabled(variant["unit"]):
+            return False
+        with contextlib.suppress(SwapFailed):
+            self.probe(variant)
+            return True
+        return False
+
+    def _check_way_back(self) -> None:
+        """Refuse to leave a variant that could not come back."""
+        good = self.state["last_good"]
+        if good is None:
+            return
+        variant = preflight.load_release(self.layout, good["release"])
+        if not os.access(variant["argv"][0], os.X_OK):
+            raise SwapFailed(
+                "the way back is broken: {} of the last good variant '{}' is gone".format(
+                    variant["argv"][0], good["variant"]), "host",
+                remedy="Deploy '{}' again first.".format(good["variant"]),
+            )
+        if not Path(variant["model"]["path"], "config.json").is_file():
+            raise SwapFailed("the way back is broken: {} of the last good variant '{}' is gone".format(
+                variant["model"]["path"], good["variant"]), "model")
+        found, stood_on = preflight.identity(variant, self.layout), good.get("identity") or {}
+        for part, now in found.items():
+            if stood_on.get(part) not in (None, now):
+                raise SwapFailed(
+                    "the way back is not sound: the {} under the last good variant '{}' changed since it last served".format(
+                        part, good["variant"]), "host",
+                    remedy="Deploy '{}' once more, so that it is proven on what is there now.".format(good["variant"]),
+                )
+
+
+def new_swap(to: JsonDict, good: Optional[JsonDict], owner: str, swap_id: Optional[str] = None) -> JsonDict:
+    """A SWAP that has not begun."""
+    return {
+        "id": swap_id or uuid.uuid4().hex[:12], "by": owner, "started_unix": time.time(), "boot_id": boot_id(),
+        "from": good, "to": to, "phase": None, "phase_since_unix": None, "phases": [], "stopped_old": False,
+        "service_lost_s": None, "seconds_without_service": None, "outcome": None, "cause": None,
+        "rollback_cause": None, "ended_unix": None, "preflight": None,
+    }
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def unfinished(state: JsonDict) -> bool:
+    """Whether the state's swap has begun and not ended."""
+    return bool(state["swap"]) and state["swap"]["outcome"] is None
+
+
+def run_request(layout: records.Layout, say: Callable[[str], None]) -> int:
+    """Carry out the request file under the lock: the ExecStart of swapgate-swap.service. Exit 0 only when it served."""
+    request = records.read_json(layout.request)
+    with locked(layout, request["by"]):
+        state = records.read_state(layout)
+        variant = preflight.load_release(layout, request["release"])
+        to = {"variant": variant["name"], "unit": variant["unit"], "release": request["release"]}
+        if unfinished(state):
+            Swap(layout, state, say).roll_back(SwapFailed("the swap before was cut off", "unknown").cause, "recovered")
+            state = records.read_state(layout)
+        state["swap"] = new_swap(to, state["last_good"], request["by"], request["id"])
+        swap = Swap(layout, state, say)
+        swap.run()
+    return 0 if swap.swap["outcome"] in ("swapped", "unchanged", "refused") else 1
+
+
+def resolve(layout: records.Layout, say: Callable[[str], None]) -> int:
+    """Finish a swap that was cut off: the last good variant comes back. ExecStopPost of the swap's unit."""
+    with locked(layout, "resolve"):
+        state = records.read_state(layout)
+        if not unfinished(state):
+            return 0
+        swap = Swap(layout, state, say)
+        phase = state["swap"]["phase"]
+        cause = SwapFailed("the swap was cut off in phase {}".format(phase), "unknown", phase=phase).cause
+        if state["swap"]["stopped_old"]:
+            swap.roll_back(cause, "recovered")
+        else:
+            swap.end("refused", cause)
+    return 0
+
+
+def recover(layout: records.Layout, say: Callable[[str], None]) -> int:
+    """At boot, before any engine starts: a swap that the last boot cut off ends with the last good variant.
+
+    Its unit and data are put back in place (a changed release of the same name may lie there), it alone is enabled,
+    and its start is queued. Starting is left to systemd, so that a slow load does not hold the boot.
+    """
+    state = records.read_state(layout)
+    if not unfinished(state):
+        return 0
+    swap = Swap(layout, state, say)
+    good, phase = state["last_good"], state["swap"]["phase"]
+    cause = SwapFailed("the host went down in phase {}".format(phase), "host", phase=phase).cause
+    if good is None:
+        systemd.systemctl("disable", "--quiet", state["swap"]["to"]["unit"], check=False)
+        swap.end("failed", dict(cause, remedy="No earlier variant to go back to. Run the deploy again."))
+        return 0
+    variant = swap.install(good["release"])
+    systemd.enable_only(variant["unit"], managed_units(layout))
+    systemd.systemctl("start", "--no-block", variant["unit"])
+    swap.end("recovered", cause)
+    return 0
+
+
+def status(layout: records.Layout) -> JsonDict:
+    """What serves, what was last good, what the current swap does. Reads only.
+
+    {"schema", "last_good", "swap", "units": [{"unit", "variant", "release", "active", "sub", "enabled",
+    "since": text, "load": load.json | null}], "acceptance": null | metrics.acceptance,
+    "usual_seconds_without_service": {variant: s}, "problem": null | str}
+    """
+    problem = None
+    try:
+        state = records.read_state(layout)
+    except records.RecordError as error:
+        state, problem = records.empty_state(), str(error)
+    found: List[JsonDict] = []
+    acceptance = None
+    for variant in managed_variants(layout):
+        now = systemd.show(variant["unit"], "ActiveState", "SubState", "ActiveEnterTimestamp", "StatusText", "NRestarts")
+        text = (layout.units / variant["unit"]).read_text(encoding="utf-8")
+        found.append({
+            "unit": variant["unit"], "variant": variant["name"], "release": units.release_id(text, variant),
+            "active": now["ActiveState"], "sub": now["SubState"], "status": now.get("StatusText", ""),
+            "restarts": int(now.get("NRestarts") or 0), "enabled": systemd.is_enabled(variant["unit"]),
+            "since": now.get("ActiveEnterTimestamp", ""),
+            "load": records.read_if_there(layout.unit_runtime(variant["unit"]) / "load.json"),
+        })
+        if now["ActiveState"] == "active":
+            with contextlib.suppress(engine_api.EngineError):
+                acceptance = metrics.acceptance(engine_api.samples(variant["bind"], variant["port"]))
+    return {
+        "schema": records.SCHEMA, "last_good": state["last_good"], "swap": state["swap"], "units": found,
+        "acceptance": acceptance, "usual_seconds_without_service": usual_seconds_without_service(layout),
+        "problem": problem,
+    }
+
+
+def way_back(layout: records.Layout) -> JsonDict:
+    """The release to go back to: the last good one when it does not serve, else the one that was good before it."""
+    state = records.read_state(layout)
+    good = state["last_good"]
+    if good and systemd.show(good["unit"], "ActiveState")["ActiveState"] != "active":
+        return {"variant": good["variant"], "release": good["release"]}
+    for swap in reversed(records.read_history(layout)):
+        before = swap["from"]
+        if swap["outcome"] == "swapped" and before and before["release"] != (good or {}).get("release"):
+            return {"variant": before["variant"], "release": before["release"]}
+    raise records.RecordError("no variant was good before {}. Deploy one by name.".format(
+        good["variant"] if good else "now"))
+
+
+def usual_seconds_without_service(layout: records.Layout) -> Dict[str, float]:
+    """By variant, the median over this host's swaps to it."""
+    times: Dict[str, List[float]] = {}
+    for swap in records.read_history(layout):
+        if swap["outcome"] == "swapped" and swap["seconds_without_service"] is not None:
+            times.setdefault(swap["to"]["variant"], []).append(swap["seconds_without_service"])
+    return {variant: statistics.median(values) for variant, values in times.items()}
+
+
+def ask(layout: records.Layout, release: str, owner: str) -> JsonDict:
+    """Ask for a swap to a staged release and return at once: {"id", "attached": bool}.
+
+    The same release as that of the running swap attaches to it; another one is Busy.
+    """
+    try:
+        with locked(layout, owner):
+            variant = preflight.load_release(layout, release)
+            request = {"id": uuid.uuid4().hex[:12], "release": release, "by": owner, "variant": variant["name"]}
+            records.write_json(layout.request, request)
+    except Busy:
+        running = records.read_if_there(layout.request) or {}
+        if running.get("release") != release:
+            raise
+        return {"id": running["id"], "attached": True}
+    systemd.systemctl("start", "--no-block", "swapgate-swap.service")
+    return {"id": request["id"], "attached": False}
+
+
+def forget_releases(layout: records.Layout, keep: int = 10) -> None:
+    """Remove all but the newest staged releases; the last good one and those of installed units always stay."""
+    state = records.read_state(layout)
+    needed = {record["release"] for record in (state["last_good"], (state["swap"] or {}).get("to")) if record}
+    folders = sorted(layout.releases.glob("*"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for folder in folders[keep:]:
+        if folder.name not in needed:
+            shutil.rmtree(folder)
+
+
+def encode(value: Any) -> str:
+    """JSON as the command line prints it."""
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)

@@ -1,0 +1,583 @@
+"""Names the first true cause of a failed start from the engine's output, or says that nothing failed.
+
+`Scanner` reads line by line in constant memory; `diagnose` runs it over a whole log. Candidates for the cause are ranked by what
+they say (a known cause before an exception before a wrapper), then by how deep they come from (worker, engine core, API server,
+systemd), then by which came first; of a chain of exceptions the first counts. What is logged at WARNING and below, whatever it
+quotes, is never a failure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Optional, Union
+
+from .log_text import API, CORE, SYSTEMD, Line, parse, split_lines
+from .phases import KV_CACHE, ORDER, PROCESS, READY, WEIGHTS, Mark, mark_of
+from .signatures import Signature, Signatures, find, load_signatures
+
+__all__ = ["Scanner", "Signatures", "diagnose", "load_signatures"]
+
+CONTEXT_BEFORE, CONTEXT_AFTER = 5, 5
+_CANDIDATES_KEPT = 64
+_CACHE_KEPT = 2048
+_SOURCES_KEPT = 256
+
+# Ranks of what no signature names. A cause by signature has 100, see signatures.RANKS.
+_RANK_SUSPECT = 90  # a cause that was only warned about, once something else shows that the start failed
+_RANK_DETAIL = 85  # the line below "1 validation error for ..."
+_RANK_EXCEPTION = 80
+_RANK_LOGGED = 78  # the message that a logger prints before the traceback
+_RANK_LATER = 74  # an exception raised while the first was handled
+_RANK_VALIDATION = 72
+_RANK_FRAME = 45  # the innermost own line of a traceback whose end is missing
+_RANK_ERROR = 35  # a line of level ERROR
+_SOURCE_PENALTY = 5  # quoted source code says the same as the exception below it, less well
+
+_EXCEPTION = re.compile(
+    r"(?P<name>(?:[A-Za-z_][\w]*\.)*[A-Za-z_]\w*(?:Error|Exception|Failed|Failure|Exit|Interrupt|Timeout|OutOfResources|NotFound"
+    r"|Expired|Mismatch|Unsupported|Invalid))(?:\([\w.]+\))?(?:: |:?$)"
+)
+_IN_TRACEBACK = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\([\w.]+\))?(?:: |:?$)")
+_FRAME = re.compile(r"\s*File [\"“]")
+_VALIDATION = re.compile(r"\d+ validation errors? for ")
+_VALIDATION_DETAIL = re.compile(r"\s+(?:Value error, |Assertion failed, |[A-Z][^\n]* \[type=)")
+_OWN_END = {"KeyboardInterrupt", "CancelledError", "asyncio.CancelledError", "asyncio.exceptions.CancelledError", "SystemExit",
+            "GeneratorExit", "bdb.BdbQuit"}
+# Tracebacks that Python prints and forgets.
+_FORGOTTEN = ("Exception ignored in", "--- Logging error ---", "usage_lib", "_report_usage", "Exception ignored while")
+_BOILERPLATE = re.compile(
+    r"WorkerProc\(|EngineCoreProc\(|executor_class\(|super\(\)\.|_init_executor|_init_workers|run_method\(|func\(\*|fn\(\*|\.run\("
+    r"|_target\(|_bootstrap|run_until_complete|\bawait |async with|\byield\b|make_async_mp_client|make_client|MPClient\("
+    r"|launch_core_engines|next\(self\.gen\)|from_vllm_config|from_engine_args|run_engine_core|run_mp_engine|sys\.exit\("
+    r"|dispatch_function|collective_rpc|_run_workers|\braise\b|driver_worker|_call_impl|forward_call\(|engine_core\.run_busy_loop"
+    r"|wait_for_engine_startup|return f\(|cls\(|^[\s\^~]*$|return_value|worker_main|run_server|main\(\)|__init__\("
+)
+_QUOTED_CODE = re.compile(r"\s+(?:raise |[rf]?\"|[rf]?'|self\.|return |with |await |assert )")
+_JOIN_FROM = 60  # columns: a shorter line was not wrapped by a terminal
+_JOIN_LINES = 3
+_HANG_AFTER_S = 300
+_HANG_REPEATS = 5
+
+
+class _Candidate:
+    """A line that may be the cause. Slots: a chatty failing engine makes thousands of them."""
+
+    __slots__ = ("after", "before", "detail", "fatal", "joins", "level", "message", "name", "number", "phase", "rank", "shown",
+                 "signature", "tag", "tier")
+
+    def __init__(self, number: int, line: Line, rank: int, signature: Optional[Signature], phase: str, fatal: bool) -> None:
+        self.number, self.rank, self.signature, self.phase, self.fatal = number, rank, signature, phase, fatal
+        self.shown, self.message, self.tier, self.tag, self.level = line.shown, line.message, line.tier, line.tag, line.level
+        self.before: list[str] = []
+        self.after: list[str] = []
+        self.name = ""
+        self.joins = 0
+        self.detail = False
+
+    def key(self) -> tuple[int, int, int]:
+        return (self.rank, self.tier, -self.number)
+
+
+class _Source:
+    """What one process printed last: whether a traceback is open, and which chain it belongs to."""
+
+    __slots__ = ("after_frame", "chained", "errors", "forgotten", "frame", "in_chain", "open", "validation", "wrapped")
+
+    def __init__(self) -> None:
+        self.open = False
+        self.after_frame = False
+        self.chained = False
+        self.in_chain = 0
+        self.forgotten = False
+        self.frame: Optional[_Candidate] = None
+        self.errors: Optional[_Candidate] = None
+        self.validation = False
+        self.wrapped: Optional[_Candidate] = None
+
+
+class Scanner:
+    """Reads a log line by line. `feed` each line once, in order; ask `fatal()` while it runs and `result()` at its end."""
+
+    def __init__(self, signatures: Signatures) -> None:
+        self._signatures = signatures
+        self._number = 0
+        self._phase = PROCESS
+        self._phase_seen = False
+        self._ready = False
+        self._stopped = False
+        self._known = 0  # lines that look like the output of a service at all
+        self._bars = 0
+        self._alive = False
+        self._harmless = 0
+        self._candidates: list[_Candidate] = []
+        self._suspects: list[_Candidate] = []
+        self._lowest: tuple[int, int, int] = (-1, -1, 0)
+        self._sources: dict[str, _Source] = {}
+        self._recent: deque[str] = deque(maxlen=CONTEXT_BEFORE)
+        self._collecting: list[_Candidate] = []
+        self._joining: Optional[tuple[_Candidate, str]] = None
+        self._found: dict[tuple[str, str], Optional[Signature]] = {}
+        self._marks: dict[tuple[str, str], Optional[Mark]] = {}
+        self._certain: Optional[_Candidate] = None
+        self._wrapper_seen = False
+        self._hang: dict[str, tuple[_Candidate, int]] = {}  # by kind of hang: the line and how often it was repeated
+        self._last_other = 0
+        self._last_progress_time = ""
+        self._last_time = ""
+
+    # -- reading --------------------------------------------------------------------------------------------------------------
+
+    def feed(self, line: str) -> None:
+        """Take one line without its end; a line with carriage returns in it is taken as several."""
+        if "\r" in line:
+            for piece in split_lines(line):
+                self._feed(piece)
+        else:
+            self._feed(line.rstrip("\n") if line[-1:] == "\n" else line)
+
+    def _feed(self, raw: str) -> None:
+        self._number += 1
+        line = parse(raw)
+        if self._collecting:
+            for candidate in self._collecting:
+                candidate.after.append(line.shown)
+            self._collecting = [item for item in self._collecting if len(item.after) < CONTEXT_AFTER]
+        if line.message and not line.message.isspace():
+            self._take(line)
+        self._recent.append(line.shown)
+
+    def _take(self, line: Line) -> None:
+        if self._joining:
+            self._join(line)
+        level = line.level
+        if line.time:
+            self._last_time = line.time
+        if level or line.tag:
+            self._known += 1
+        mark = self._mark(line)
+        if mark:
+            self._progress(mark, line)
+        if level in {"INFO", "DEBUG"}:
+            pairs = self._signatures.infos
+        elif level == "WARNING":
+            pairs = self._signatures.warnings
+        else:
+            if mark and mark.bar:
+                self._last_other = self._number
+                return
+            self._error_line(line)
+            return
+        signature = self._find(pairs, line.message, level)
+        if signature:
+            self._signed(signature, line, in_source=False)
+        if not (signature and signature.hang):
+            self._last_other = self._number
+
+    def _mark(self, line: Line) -> Optional[Mark]:
+        message = line.message
+        if not line.place or "%" in message:
+            return mark_of(line)
+        key = (line.place, message[:24])  # one place in the program prints one kind of message
+        if key in self._marks:
+            return self._marks[key]
+        mark = mark_of(line)
+        if len(self._marks) >= _CACHE_KEPT:
+            self._marks.clear()
+        self._marks[key] = mark
+        return mark
+
+    def _find(self, pairs: tuple[tuple[str, Signature], ...], message: str, level: str) -> Optional[Signature]:
+        key = (level, message)
+        if key in self._found:
+            return self._found[key]
+        signature = find(pairs, message)
+        if len(message) <= 400:
+            if len(self._found) >= _CACHE_KEPT:
+                self._found.clear()
+            self._found[key] = signature
+        return signature
+
+    def _progress(self, mark: Mark, line: Line) -> None:
+        new = mark.phase
+        if mark.bar:
+            self._bars += 1
+        self._last_progress_time = line.time or self._last_progress_time
+        restarted = ORDER[new] <= ORDER["arguments"] < ORDER[self._phase]
+        if restarted or not self._phase_seen or ORDER[new] >= ORDER[self._phase]:
+            self._phase = new
+            self._phase_seen = True
+        if restarted:
+            self._ready = False
+        if new == READY:
+            # The server is up, so nothing before this line ended the start.
+            self._ready = True
+            for candidate in self._candidates:
+                candidate.fatal = False
+            self._certain = None
+            self._wrapper_seen = False
+        elif line.tier in {CORE, API} and not restarted:
+            for candidate in self._candidates:
+                if candidate.fatal and not candidate.signature and ORDER[new] > ORDER[candidate.phase]:
+                    candidate.fatal = False  # the engine went on
+
+    # -- lines that may be failures -------------------------------------------------------------------------------------------
+
+    def _source(self, line: Line) -> _Source:
+        key = f"{line.tag}:{line.pid}" if line.tag else ""
+        source = self._sources.get(key)
+        if source is None:
+            if len(self._sources) >= _SOURCES_KEPT:
+                self._sources.clear()
+            source = self._sources[key] = _Source()
+        return source
+
+    def _error_line(self, line: Line) -> None:
+        message = line.message
+        source = self._source(line)
+        if source.wrapped:
+            self._wrapped_value(source, line)
+            return
+        if "Traceback (most recent call last)" in message:
+            self._open_traceback(source, line)
+            return
+        if "xception" in message and any(text in message for text in ("During handling of the above", "was the direct cause")):
+            source.chained = True
+            self._last_other = self._number
+            return
+        if any(text in message for text in _FORGOTTEN):
+            source.forgotten = True
+            self._harmless += 1
+            return
+        if _FRAME.match(message):
+            source.open = source.after_frame = True
+            self._last_other = self._number
+            return
+        indented = message[:1] in {" ", "\t"}
+        exception = None if indented else _EXCEPTION.match(message)
+        if not exception and (source.open or (indented and _QUOTED_CODE.match(message))):
+            if source.after_frame or indented:
+                self._source_line(source, line)
+                return
+            exception = _IN_TRACEBACK.match(message)
+        source.after_frame = False
+        signature = self._find(self._signatures.errors, message, "E")
+        if not (signature and signature.hang):
+            self._last_other = self._number
+        if exception:
+            self._exception(source, line, exception["name"], signature)
+        elif signature:
+            self._signed(signature, line, in_source=False)
+        elif source.validation and _VALIDATION_DETAIL.match(message):
+            source.validation = False
+            self._add(line, _RANK_DETAIL, None, fatal=True).detail = True
+        elif _VALIDATION.match(message):
+            source.validation = True
+            self._add(line, _RANK_VALIDATION, None, fatal=True)
+        elif line.level:
+            source.errors = self._add(line, _RANK_ERROR, None, fatal=False)
+
+    def _open_traceback(self, source: _Source, line: Line) -> None:
+        self._last_other = self._number
+        head = line.message.partition("Traceback (most recent call last)")[0].rstrip(" ,:")
+        signature = find(self._signatures.errors, head) if head.strip() else None
+        if head.strip():  # "Exception in worker ... while processing method init_device: NCCL error, Traceback ..."
+            if signature:
+                self._signed(signature, line, in_source=False)
+            else:
+                self._add(line, _RANK_LOGGED, None, fatal=True)
+        elif line.level and source.errors and source.errors.message and not source.errors.signature:
+            # logger.exception(str(error)): the text above the traceback is the exception's own.
+            source.errors.rank = _RANK_LOGGED
+            source.errors.fatal = not self._ready
+            self._lowest = (-1, -1, 0)
+        source.errors = None
+        if not source.chained:
+            source.in_chain = 0
+        source.chained = False
+        source.open = True
+        source.after_frame = False
+
+    def _source_line(self, source: _Source, line: Line) -> None:
+        source.after_frame = False
+        self._last_other = self._number
+        message = line.message.strip()
+        if not message or source.forgotten:
+            return
+        if "raise " in message or message[0] in "\"'f" or not _BOILERPLATE.search(message):
+            signature = self._find(self._signatures.errors, message, "E")
+            if signature and signature.role in {"cause", "effect"}:
+                self._signed(signature, line, in_source=True)
+                return
+        if line.tier not in {API, SYSTEMD} and not _BOILERPLATE.search(message) and re.search(r"[\w\]]\(|=|\.", message):
+            candidate = _Candidate(self._number, line, _RANK_FRAME, None, self._phase, True)
+            candidate.before = list(self._recent)
+            source.frame = candidate
+
+    def _exception(self, source: _Source, line: Line, name: str, signature: Optional[Signature]) -> None:
+        in_traceback, source.open = source.open, False
+        forgotten, source.forgotten = source.forgotten, False
+        source.frame = None
+        source.errors = None
+        source.validation = bool(_VALIDATION.search(line.message))
+        first = source.in_chain == 0
+        source.in_chain += 1
+        if not source.chained and not in_traceback:
+            first = True
+        if forgotten:
+            return
+        short = name.rpartition(".")[2]
+        if name in _OWN_END or short in _OWN_END:
+            if short == "KeyboardInterrupt":
+                self._stop()
+            self._harmless += 1
+            return
+        if signature:
+            self._signed(signature, line, in_source=False, name=name)
+            return
+        rank = _RANK_EXCEPTION if first else _RANK_LATER
+        if source.validation:
+            rank = _RANK_VALIDATION
+        candidate = self._add(line, rank, None, fatal=not self._ready and not self._stopped)
+        candidate.name = name
+        if len(line.shown) >= _JOIN_FROM:
+            self._joining = (candidate, line.message)
+
+    def _signed(self, signature: Signature, line: Line, in_source: bool, name: str = "") -> None:
+        role = signature.role
+        self._known += 1
+        if role == "benign":
+            self._harmless += 1
+            return
+        if role == "stop":
+            self._harmless += 1
+            self._stop()
+            return
+        if role == "alive":
+            self._alive = True
+            if signature.hang:
+                old = self._hang.get(signature.id)
+                candidate = _Candidate(self._number, line, 70, signature, self._phase, True)
+                candidate.before = list(self._recent)
+                self._collecting.append(candidate)
+                keep = old[0] if old and signature.hang == "served" and old[0].number > self._last_other else candidate
+                self._hang[signature.id] = (keep, old[1] + 1 if old and old[0].number > self._last_other else 1)
+            return
+        if line.level in {"INFO", "DEBUG", "WARNING"} and signature.level == "warning":
+            self._suspects.append(self._new(line, _RANK_SUSPECT, signature, fatal=False))
+            del self._suspects[8:]
+            return
+        fatal = not (self._stopped and signature.rank < 100)
+        rank = signature.rank - (_SOURCE_PENALTY if in_source else 0)
+        candidate = self._add(line, rank, signature, fatal)
+        candidate.name = name
+        if role == "wrapper" and fatal:
+            self._wrapper_seen = True
+        if signature.certain and fatal and not in_source and self._certain is None:
+            self._certain = candidate
+        if line.message.rstrip().endswith(": Value"):
+            self._source(line).wrapped = candidate
+
+    def _wrapped_value(self, source: _Source, line: Line) -> None:
+        """The value of "argument --x: Value" stands on a line of its own, and is what is wrong."""
+        parent, source.wrapped = source.wrapped, None
+        if parent:
+            self._add(line, parent.rank + 1, parent.signature, parent.fatal)
+
+    def _join(self, line: Line) -> None:
+        """Look at an exception again together with the lines below it: a terminal may have wrapped it."""
+        candidate, text = self._joining or (None, "")
+        self._joining = None
+        if candidate is None or line.level or (line.tag and line.tag != candidate.tag) or candidate.joins >= _JOIN_LINES:
+            return
+        candidate.joins += 1
+        if self._find(self._signatures.errors, line.message, "E"):
+            return  # the line says it by itself
+        for joined in (text + line.message, text + " " + line.message.strip()):
+            signature = find(self._signatures.errors, joined)
+            if signature and signature.role in {"cause", "effect", "wrapper"}:
+                candidate.signature, candidate.rank = signature, signature.rank
+                self._lowest = (-1, -1, 0)
+                return
+        self._joining = (candidate, text + line.message)
+
+    def _stop(self) -> None:
+        if not any(candidate.fatal for candidate in self._candidates):
+            self._stopped = True
+
+    def _new(self, line: Line, rank: int, signature: Optional[Signature], fatal: bool) -> _Candidate:
+        candidate = _Candidate(self._number, line, rank, signature, self._phase, fatal)
+        candidate.before = list(self._recent)
+        self._collecting.append(candidate)
+        return candidate
+
+    def _add(self, line: Line, rank: int, signature: Optional[Signature], fatal: bool) -> _Candidate:
+        candidate = self._new(line, rank, signature, fatal)
+        full = len(self._candidates) >= _CANDIDATES_KEPT
+        if full and candidate.key() <= self._lowest:
+            return candidate
+        self._candidates.append(candidate)
+        if full:
+            self._candidates.sort(key=lambda item: (item.fatal, item.key()), reverse=True)
+            del self._candidates[_CANDIDATES_KEPT * 3 // 4 :]
+            self._lowest = min(item.key() for item in self._candidates)
+        return candidate
+
+    # -- answers --------------------------------------------------------------------------------------------------------------
+
+    def fatal(self) -> Optional[dict[str, Any]]:
+        """The diagnosis once the start has certainly failed, else None. For a live wait: cheap, to be asked after each line.
+
+        Certain means that the engine said so itself: an argument parser's last words, or "engine core failed" together with a
+        cause. It says nothing while only the wrapper was printed, since the traceback with the cause comes after it.
+        """
+        if self._certain is not None:
+            return self._fatal_result(self._certain) if self._certain.fatal else None
+        if not self._wrapper_seen:
+            return None
+        best = self._best()
+        return self._fatal_result(best) if best and best.rank >= _RANK_VALIDATION else None
+
+    def _best(self) -> Optional[_Candidate]:
+        fatal = [candidate for candidate in self._candidates if candidate.fatal]
+        if not fatal:
+            return None
+        best = max(fatal, key=_Candidate.key)
+        if best.rank <= _RANK_SUSPECT and self._suspects:
+            return max(self._suspects, key=_Candidate.key)
+        if best.rank < _RANK_FRAME:
+            frames = [source.frame for source in self._sources.values() if source.frame and source.open]
+            if frames:
+                return max(frames, key=_Candidate.key)
+        return best
+
+    def _hung(self) -> Optional[_Candidate]:
+        for candidate, repeats in self._hang.values():
+            kind = candidate.signature.hang if candidate.signature else None
+            if candidate.number <= self._last_other:
+                continue
+            if kind == "last" and candidate.phase in {"process", "distributed"}:
+                return candidate
+            if kind == "served" and ORDER[candidate.phase] >= ORDER[KV_CACHE]:
+                waited = _seconds_between(self._last_progress_time, self._last_time)
+                if self._ready or repeats >= _HANG_REPEATS or waited >= _HANG_AFTER_S:
+                    return candidate
+        return None
+
+    def result(self, ended: bool = True) -> dict[str, Any]:
+        """The diagnosis of what was read. `ended` False says that the log is still being written, so that silence is no hang."""
+        best = self._best()
+        if best is None:
+            best = _open_frame(self._sources) if not self._ready and not self._stopped else None
+        if best is None and ended and not self._stopped:
+            best = self._hung()
+        if best is not None:
+            return self._fatal_result(best)
+        return self._no_failure()
+
+    def _fatal_result(self, best: _Candidate) -> dict[str, Any]:
+        signature = best.signature
+        cls, remedy = (signature.cls, signature.remedy) if signature and signature.role != "wrapper" else _guess(best)
+        phase = best.phase if self._phase_seen else None
+        if signature and signature.phase and (phase is None or best.tier == SYSTEMD or phase == PROCESS):
+            phase = signature.phase
+        return {
+            "verdict": "fatal",
+            "phase": phase or PROCESS,
+            "root_cause": best.shown,
+            "signature": signature.id if signature else None,
+            "class": cls,
+            "remedy": remedy,
+            "recognised": bool(signature and signature.role != "wrapper"),
+            "line": best.number,
+            "printed_by": best.tag or None,
+            "context": [*best.before, best.shown, *best.after],
+        }
+
+    def _no_failure(self) -> dict[str, Any]:
+        loading = self._phase_seen and ORDER[self._phase] >= ORDER[WEIGHTS] and not self._ready
+        lone = max(self._candidates, key=_Candidate.key, default=None)
+        unsettled = lone is not None and not self._ready and self._last_other <= lone.number and not self._stopped
+        if unsettled:
+            verdict = "unknown"
+        elif not self._stopped and (self._bars or self._alive or loading) and not self._ready:
+            verdict = "alive"
+        elif self._known or self._harmless or self._phase_seen:
+            verdict = "benign"
+        else:
+            verdict = "unknown"
+        shown = lone if unsettled else None
+        return {
+            "verdict": verdict,
+            "phase": self._phase if self._phase_seen else None,
+            "root_cause": shown.shown if shown else None,
+            "signature": None,
+            "class": None,
+            "remedy": _NO_FAILURE[verdict],
+            "recognised": False,
+            "line": shown.number if shown else None,
+            "printed_by": (shown.tag or None) if shown else None,
+            "context": [*shown.before, shown.shown, *shown.after] if shown else [],
+        }
+
+
+_NO_FAILURE = {
+    "alive": "nothing to do: the load goes on",
+    "benign": "nothing to do: no line shows a failure",
+    "unknown": "no line shows a failure or a healthy start: give the whole log, from the start of the process on",
+}
+
+
+def _open_frame(sources: dict[str, _Source]) -> Optional[_Candidate]:
+    frames = [source.frame for source in sources.values() if source.frame and source.open and source.frame.level in {"ERROR", "CRITICAL"}]
+    return max(frames, key=_Candidate.key, default=None)
+
+
+def _seconds_between(earlier: str, later: str) -> float:
+    """Seconds between two engine times "MM-DD HH:MM:SS" of one month; 0 where one is missing or the month turned."""
+    found = [re.fullmatch(r"(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)", text) for text in (earlier, later)]
+    if not found[0] or not found[1] or found[0][1] != found[1][1]:
+        return 0.0
+    a, b = ([int(part) for part in match.groups()[1:]] for match in found if match)
+    return float(max(0, ((b[0] - a[0]) * 24 + b[1] - a[1]) * 3600 + (b[2] - a[2]) * 60 + b[3] - a[3]))
+
+
+# What an exception that no signature names most likely is about, by its name and text; the first that fits decides.
+_GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
+    (re.compile(pattern), cls, remedy)
+    for pattern, cls, remedy in (
+        (r"CUDA error|cuda runtime error|NVML|NVRM|cuBLAS|CUBLAS|cudnn|illegal memory access|device-side assert|NCCL", "host",
+         "check the GPUs (nvidia-smi, kernel log) and the driver before the next start"),
+        (r"No space left|Read-only file system|Input/output error|Permission denied|Too many open files|Cannot allocate memory",
+         "host", "free or repair what the message names (disk, rights, limits) and start again"),
+        (r"^(?:[\w.]*\.)?(?:TimeoutError|\w*Timeout|ConnectionError|ConnectionResetError|ConnectionRefusedError|gaierror)\b|timed out",
+         "transient", "start again; when it comes back, look at what was waited for"),
+        (r"safetensor|checkpoint|state_dict|weight|tensor|\.json\b|tokenizer", "model",
+         "compare the model folder with its manifest, and the model with what this engine release supports"),
+        (r"^(?:[\w.]*\.)?(?:ModuleNotFoundError|ImportError)\b", "config",
+         "install what is missing into this variant's engine virtualenv, or pin the release that had it"),
+        (r"^(?:[\w.]*\.)?(?:FileNotFoundError|NotADirectoryError|IsADirectoryError)\b", "model",
+         "check that the path exists and is readable for the service user"),
+    )
+)
+
+
+def _guess(best: _Candidate) -> tuple[str, str]:
+    for pattern, cls, remedy in _GUESSES:
+        if pattern.search(best.message):
+            return cls, "not recognised; " + remedy
+    return "config", "not recognised; read the context, and compare this variant's arguments and engine release with the last good one"
+
+
+def diagnose(log: Union[str, Iterable[str]], signatures: Signatures, ended: bool = True) -> dict[str, Any]:
+    """Diagnose a whole log: text, or an iterable of lines. Constant memory where the iterable is a generator.
+
+    Returns ``verdict`` (fatal, benign, alive, unknown), ``phase``, ``root_cause`` (the line as it stands, without escape codes,
+    or None), ``signature`` (its id or None), ``class``, ``remedy``, ``recognised``, ``line`` (its number, from 1),
+    ``printed_by`` and ``context`` (up to `CONTEXT_BEFORE` lines before and `CONTEXT_AFTER` after).
+    """
+    scanner = Scanner(signatures)
+    for line in split_lines(log) if isinstance(log, str) else log:
+        scanner.feed(line)
+    return scanner.result(ended)

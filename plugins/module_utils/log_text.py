@@ -1,0 +1,175 @@
+"""Log lines as an engine host prints them: escape codes off, carriage returns apart, prefixes told from the message.
+
+One line can carry, from the outside in: a syslog or ISO time with host and program (journald), a container name, one or more
+process tags such as ``(Worker_TP0 pid=97)`` or ``[rank0]:``, and a logger's level, time and place. Every reader of a log in this
+package works on the `Line` that is left, so a new prefix is taught here once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Optional
+
+# Where a line comes from, deepest first: a worker knows why it died, systemd only knows that something did.
+KERNEL, WORKER, NATIVE, CORE, API, SYSTEMD = 6, 5, 4, 3, 2, 1
+
+_CSI = r"\[[0-9;?]*[ -/]*[@-~]"
+ANSI = re.compile(r"\x1b(?:" + _CSI + r"|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[()][A-Za-z0-9]|[=>])?")
+# The same codes after a pager, rsyslog or a JSON encoder made them visible.
+_WRITTEN_ANSI = re.compile(r"(?:\^\[|#033|\\x1b|\\u001b|\\033|\\e)" + _CSI)
+
+_JOURNAL = re.compile(
+    r"(?:- )?(?:[A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d(?:\.\d+)?|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?) +"
+    r"(?:(?:[\w.-]+ +)?(?P<ident>\([^()\s]+\)|[\w.@/:-]+?)\[(?P<pid>\d+)\]: ?|[\w.-]+ +(?P<kernel>kernel): ?|(?P<none>))"
+)
+_IDENT = re.compile(r"(?:[\w.-]+ )?(?P<ident>systemd(?:-\w+)?|kernel)(?:\[\d+\])?: ")
+_CONTAINER = re.compile(r"(?:\[[\w./-]+\]: |[\w.-]+ +\| )")
+_TAG = re.compile(
+    r"\((?P<name>[A-Za-z_][\w.:-]*)(?:,? [^()]*?)?(?: |, )?pid=(?P<pid>\d+)[^()]*\) ?|(?:\[|^)(?P<rank>rank\d+)\]: ?"
+)
+_LEVEL = re.compile(
+    r"(?:\[(?P<klevel>[IWEF])(?:\d{4} [\d:.]+)? ?(?P<cfile>[\w./-]+\.(?:cpp|cc|hpp|h|cu)):\d+\] ?"
+    r"|(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL):? +"
+    r"(?:(?:\d{4}-)?(?P<time>\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)? )?(?:(?P<place>\[?[\w./-]+\.py:\d+\]) ?)?"
+    r"|(?P<place2>\[[\w./-]+\.py:\d+\]) "
+    r"|(?:(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)? )?(?:- |\| )(?P<level2>DEBUG|INFO|WARNING|ERROR|CRITICAL)\b *(?:- |\| )?)"
+)
+_KLEVEL = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
+_WARNING_CLASS = re.compile(r"(?:^|: )\w*Warning: ")
+
+_WORKER_FILES = ("multiproc_executor", "multiproc_worker_utils", "worker", "ProcessGroupNCCL", "ray_utils", "ray_executor")
+_CORE_FILES = ("core", "engine", "async_llm_engine", "llm_engine", "mp_engine")
+_API_FILES = ("api_server", "launcher", "async_llm", "core_client", "serve", "entry", "client")
+
+
+class Line(NamedTuple):
+    """One line: `shown` as it stands without escape codes, `message` without any prefix; `tier` says how deep it comes from."""
+
+    shown: str
+    message: str
+    level: str  # DEBUG, INFO, WARNING, ERROR, CRITICAL or "" where the line has none
+    place: str  # "core.py:935", or "" ; the folder is cut off, since releases differ in it
+    tag: str  # "Worker_TP0", "rank0", "systemd", "kernel", or ""
+    pid: str
+    tier: int
+    time: str  # "MM-DD HH:MM:SS" as the engine prints it, or ""
+
+
+def strip_ansi(text: str) -> str:
+    """The text without terminal escape codes."""
+    return ANSI.sub("", text) if "\x1b" in text else text
+
+
+def split_lines(text: str) -> list[str]:
+    """Lines of a text; each state of a carriage-return progress bar is a line of its own, empty ones are dropped."""
+    if "\r" not in text:
+        return text.split("\n")
+    return [piece for line in text.split("\n") for piece in (line.rstrip("\r").split("\r") if "\r" in line else (line,)) if piece]
+
+
+def _tier(tag: str, place: str) -> int:
+    name = tag.lower()
+    if name:
+        if name == "kernel":
+            return KERNEL
+        if name.startswith("systemd") or (name.startswith("(") and name.endswith(")")):
+            return SYSTEMD
+        if "worker" in name or name.startswith("rank"):
+            return WORKER
+        if "enginecore" in name or name.startswith(("engine", "dpcoordinator")):
+            return CORE
+        if name.startswith(("apiserver", "api_server", "frontend")):
+            return API
+    stem = place.partition(".")[0]
+    if stem:
+        if stem in _API_FILES:
+            return API
+        if stem in _CORE_FILES:
+            return CORE
+        if any(part in stem for part in _WORKER_FILES):
+            return WORKER
+    return NATIVE
+
+
+def parse(raw: str) -> Line:
+    """Take one line apart (no line end in it). Never raises: what is not understood stays in the message."""
+    shown = ANSI.sub("", raw) if "\x1b" in raw else raw
+    text = shown
+    if "[" in text and ("^[" in text or "#033" in text or "\\" in text):
+        text = _WRITTEN_ANSI.sub("", text)
+    pos = 0
+    tag = pid = ""
+    head = text[:1]
+    if head.isalpha() or head.isdigit() or head == "-":
+        match = _JOURNAL.match(text)
+        if match:
+            pos = match.end()
+            if match["kernel"]:
+                tag = "kernel"
+            elif match["ident"]:
+                ident = match["ident"]
+                tag = ident if ident.startswith(("systemd", "(", "kernel")) else ""
+                pid = match["pid"]
+        else:
+            match = _IDENT.match(text) or _CONTAINER.match(text)
+            if match:
+                pos = match.end()
+                tag = match.groupdict().get("ident") or ""
+    elif head == "[":
+        match = _CONTAINER.match(text)
+        pos = match.end() if match else 0
+    next_char = text[pos : pos + 1]
+    while next_char in {"(", "["}:
+        match = _TAG.match(text, pos)
+        if not match:
+            break
+        tag = match["name"] or match["rank"]
+        pid = match["pid"] or pid
+        pos = match.end()
+        next_char = text[pos : pos + 1]
+    level = place = time = ""
+    match = _LEVEL.match(text, pos)
+    if match:
+        level = match["level"] or match["level2"] or _KLEVEL.get(match["klevel"] or "", "")
+        if level == "WARN":
+            level = "WARNING"
+        elif level == "FATAL":
+            level = "CRITICAL"
+        place = (match["place"] or match["place2"] or match["cfile"] or "").strip("[]").rpartition("/")[2]
+        time = match["time"] or ""
+        pos = match.end()
+    message = text[pos:]
+    if not level and "Warning: " in message and _WARNING_CLASS.search(message):
+        level = "WARNING"
+    return Line(shown, message, level, place, tag, pid, _tier(tag, place), time)
+
+
+def journal_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Messages of ``journalctl -o json``; a message with control bytes comes as a list of byte values.
+
+    A line that is not such an object is passed through, so that a mixed or cut export still reads.
+    """
+    for line in lines:
+        text = _journal_message(line) if line.startswith("{") and '"MESSAGE"' in line else None
+        if text is None:
+            yield line
+        else:
+            yield from split_lines(text)
+
+
+def _journal_message(line: str) -> Optional[str]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    message = entry.get("MESSAGE")
+    if isinstance(message, list) and all(isinstance(value, int) and 0 <= value < 256 for value in message):
+        message = bytes(message).decode("utf-8", "replace")
+    if not isinstance(message, str):
+        return None
+    ident = entry.get("SYSLOG_IDENTIFIER")
+    if isinstance(ident, str) and ident.startswith(("systemd", "(", "kernel")):
+        return f"{ident}[{entry.get('_PID', '1')}]: {message}" if ident != "kernel" else f"kernel: {message}"
+    return message

@@ -1,0 +1,482 @@
+"""What nvidia-smi says about the GPUs, with every odd value as a named state and never as a number.
+
+``nvidia-smi --query-gpu=... --format=csv`` exits 0 with ``[N/A]``, ``[Unknown Error]`` or ``[GPU requires reset]`` in a cell while
+``memory.used`` reads ``0 MiB``; a gate that only reads the memory passes a broken GPU. `parse` reads csv (with or without header),
+the table, and observations written down by hand; `judge` says whether an engine may be started on what was read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Optional, Union
+
+from .log_text import split_lines, strip_ansi
+
+# A display session or a driver context holds some 100 MiB; the smallest engine much more.
+BUSY_MIB = 1000.0
+# Without a process a healthy GPU idles; after a hung collective was killed it spins at 100 %.
+SPINNING_PERCENT = 90.0
+
+# The fields that `query` asks for. `gpu_recovery_action` and `fabric.state` are not known to old drivers: see QUERY_OLD.
+QUERY = (
+    "index", "uuid", "pci.bus_id", "name", "memory.total", "memory.reserved", "memory.used", "memory.free", "utilization.gpu",
+    "power.draw", "temperature.gpu", "mig.mode.current", "ecc.errors.uncorrected.volatile.total", "compute_mode",
+    "gpu_recovery_action", "fabric.state",
+)
+QUERY_OLD = QUERY[:-2]
+PROCESS_QUERY = ("gpu_uuid", "pid", "process_name", "used_gpu_memory")
+
+_STATES: tuple[tuple[str, str], ...] = (
+    ("requires reset", "requires reset"),
+    ("is lost", "lost"),
+    ("err!", "error"),
+    ("unknown error", "unknown error"),
+    ("insufficient permission", "no permission"),
+    ("not supported", "not supported"),
+    ("not found", "not found"),
+    ("n/a", "not available"),
+    ("not active", "not active"),
+    ("unknown", "unknown"),
+)
+# States of a cell that condemn the GPU, and those that leave it unknown. What is merely not supported says nothing.
+_BROKEN = {"requires reset", "lost", "error"}
+_UNKNOWN = {"unknown error", "no permission", "not found", "unknown", "unreadable"}
+
+# Lines that are no row. Pattern, state, class of the verdict: "bad" refuses, "unknown" refuses for lack of knowledge, "warning"
+# and "none" do not.
+_NOTICES: tuple[tuple[re.Pattern[str], str, str, str], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), state, weight, remedy)
+    for pattern, state, weight, remedy in (
+        (r"driver/library version mismatch", "driver mismatch", "bad",
+         "reboot or reload the modules; what still serves keeps working, do not stop it"),
+        (r"no devices were found", "no devices", "bad", "read the kernel log for NVRM, power-cycle, compare driver and firmware"),
+        (r"couldn't communicate with the nvidia driver", "driver not loaded", "bad", "modprobe nvidia; does the running kernel have the module?"),
+        (r"unable to (?:determine|detect) the device handle for.*", "gpu not answering", "bad",
+         "read the kernel log for Xid and bus errors, then reboot; one such GPU hides all others"),
+        (r"gpu is lost|fallen off the bus", "lost", "bad", "reboot or power-cycle the host"),
+        (r"requires reset|reset required|reboot the system to recover", "requires reset", "bad", "reset the GPU or reboot before any start"),
+        (r"failed to initialize nvml", "nvml failed", "bad", "run nvidia-smi as root and as the service user; check device nodes and cgroup"),
+        (r"nvidia-smi: (?:command )?not found|nvidia-smi.*no such file", "nvidia-smi missing", "bad", "install the driver's utilities (role nvidia_stack)"),
+        (r"gpu access blocked by the operating system|insufficient permissions", "no permission", "unknown", "ask as root"),
+        (r"is not a valid field to query", "field not known", "unknown", "this driver is older than the query; ask with the short list of fields"),
+        (r"infoROM is corrupted", "inforom corrupted", "warning", "plan the exchange of the board that the line names"),
+        (r"unable to retrieve|unable to get|not able to", "partly unreadable", "warning", "read the line; the field it names is missing"),
+        (r"timed? ?out", "no answer", "bad", "nvidia-smi hangs: a GPU or the driver does not answer, read the kernel log"),
+        (r"no running (?:compute )?processes found", "no processes", "none", ""),
+        (r"^\[?unknown error\]?\.?$", "unknown error", "unknown", "ask again; unknown is not healthy"),
+    )
+)
+_HEADER_CELL = re.compile(r"^(?P<field>[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)(?: \[(?P<unit>[^\]]+)\])?$")
+_KNOWN_FIELDS = {
+    "index", "name", "uuid", "gpu_uuid", "pid", "process_name", "used_memory", "used_gpu_memory", "timestamp", "count", "serial",
+    "pstate", "driver_version", "compute_mode", "persistence_mode", "display_active", "display_mode", "gpu_recovery_action", "gpu_name",
+    "gpu_bus_id", "vbios_version", "gpu_serial", "compute_cap",
+}
+_NUMBER = re.compile(r"^(?P<number>-?\d+(?:\.\d+)?)\s*(?P<unit>MiB|GiB|KiB|MB|GB|%|W|C|MHz)?$")
+_UUID = re.compile(r"^(?:GPU|MIG)-")
+_TO_MIB = {"GiB": 1024.0, "KiB": 1 / 1024, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
+
+
+def cell_state(text: str) -> Optional[str]:
+    """Named state of a cell that holds no value, or None where it holds one (or is empty)."""
+    plain = text.strip().lower()
+    if not plain or _NUMBER.match(text.strip()):
+        return None
+    bracketed = plain.startswith("[") and plain.endswith("]")
+    for word, state in _STATES:
+        if word in plain and (bracketed or plain in {word, "gpu " + word} or word in {"err!", "requires reset", "is lost"}):
+            return state
+    return "unreadable" if bracketed else None
+
+
+def number(text: str) -> Optional[float]:
+    """The number of a cell, sizes in MiB; None where the cell holds no number."""
+    match = _NUMBER.match(text.strip())
+    if not match:
+        return None
+    return float(match["number"]) * _TO_MIB.get(match["unit"] or "", 1.0)
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split(",")]
+
+
+def _header(cells: Sequence[str]) -> Optional[list[str]]:
+    fields = []
+    known = 0
+    for cell in cells:
+        match = _HEADER_CELL.match(cell)
+        if not match:
+            return None
+        fields.append(match["field"])
+        known += "." in match["field"] or match["field"] in _KNOWN_FIELDS
+    return fields if known and known * 2 >= len(fields) else None
+
+
+def _notice(line: str) -> Optional[dict[str, str]]:
+    for pattern, state, weight, remedy in _NOTICES:
+        if pattern.search(line):
+            return {"text": line, "state": state, "weight": weight, "remedy": remedy}
+    return None
+
+
+def _gpu(fields: Mapping[str, str]) -> dict[str, Any]:
+    """One GPU as plain values: numbers in MiB, percent, W and C or None, and the `states` of the fields that hold none."""
+
+    def value(*names: str) -> Optional[float]:
+        return next((number(fields[name]) for name in names if name in fields), None)
+
+    def words(name: str) -> Optional[str]:
+        text = fields.get(name)
+        return None if text is None or cell_state(text) else text
+
+    index = value("index")
+    return {
+        "index": int(index) if index is not None else None,
+        "uuid": words("uuid") or words("gpu_uuid"),
+        "bus_id": words("pci.bus_id") or words("gpu_bus_id"),
+        "name": words("name") or words("gpu_name"),
+        "memory_total_mib": value("memory.total"),
+        "memory_used_mib": value("memory.used"),
+        "memory_free_mib": value("memory.free"),
+        "utilization_percent": value("utilization.gpu"),
+        "power_w": value("power.draw", "power.draw.instant", "power.draw.average"),
+        "temperature_c": value("temperature.gpu"),
+        "states": {name: state for name, text in fields.items() if (state := cell_state(text))},
+        "fields": dict(fields),
+    }
+
+
+def _guess_fields(cells: Sequence[str]) -> list[str]:
+    """Names for a row without a header. Only what the numbers themselves show is named: total = free + used."""
+    names = [f"column {position}" for position in range(1, len(cells) + 1)]
+    values = [number(cell) for cell in cells]
+    for at in range(len(cells) - 2):
+        total, second, third = values[at : at + 3]
+        if total is None or second is None or third is None or total < 256:  # noqa: PLR2004  smaller is no GPU memory
+            continue
+        reserved = total - second - third
+        if 0 <= reserved <= 0.08 * total:
+            small, large = ("memory.used", "memory.free") if second < third else ("memory.free", "memory.used")
+            # The usual orders are total, free, used and total, used, free: a free GPU shows which one it is.
+            names[at], names[at + 1], names[at + 2] = "memory.total", small, large
+            if second >= third:
+                names[at + 1], names[at + 2] = "memory.free", "memory.used"
+            break
+    if len(cells) >= 2 and cell_state(cells[0]) and cell_state(cells[1]):  # noqa: PLR2004  used and total, both blind
+        names[0], names[1] = "memory.used", "memory.total"
+    return names
+
+
+def _process(fields: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
+    row = dict(zip(fields, cells))
+    used = row.get("used_gpu_memory", row.get("used_memory", ""))
+    pid = number(row.get("pid", ""))
+    return {
+        "gpu": row.get("gpu_uuid") or row.get("gpu_bus_id"),
+        "pid": int(pid) if pid is not None else None,
+        "name": row.get("process_name"),
+        "used_mib": number(used),
+        "state": cell_state(used),
+    }
+
+
+def parse_csv(text: str, fields: Optional[Sequence[str]] = None) -> dict[str, Any]:
+    """Read ``--query-gpu`` and ``--query-compute-apps`` output, with units or without, with a header or not.
+
+    `fields` names the columns of output without a header. Returns ``{"gpus", "processes", "notices", "processes_known"}``; lines
+    that are no row become notices, wherever they stand.
+    """
+    report: dict[str, Any] = {"gpus": [], "processes": [], "notices": [], "processes_known": False}
+    names = list(fields) if fields else None
+    for raw in split_lines(strip_ansi(text)):
+        line = raw.strip()
+        if not line:
+            continue
+        cells = _cells(line)
+        header = _header(cells)
+        if header:
+            names = header
+            report["processes_known"] |= "pid" in names
+            continue
+        notice = _notice(line)
+        # A cell may say "[GPU requires reset]" too: a row has as many cells as the header.
+        if notice and not (names and len(cells) == len(names) and len(cells) > 1) and not _is_row(cells):
+            report["notices"].append(notice)
+            report["processes_known"] |= notice["state"] == "no processes"
+            continue
+        if names and len(cells) == len(names):
+            _take_row(report, names, cells)
+        elif _UUID.match(cells[0]) and len(cells) >= 4:  # noqa: PLR2004  the four fields of PROCESS_QUERY
+            report["processes_known"] = True
+            middle = ", ".join(cells[2:-1])  # a command may hold commas
+            report["processes"].append(_process(PROCESS_QUERY, [cells[0], cells[1], middle, cells[-1]]))
+        elif names and "name" in names and len(cells) > len(names):
+            at = names.index("name")
+            extra = len(cells) - len(names)
+            _take_row(report, names, [*cells[:at], ", ".join(cells[at : at + extra + 1]), *cells[at + extra + 1 :]])
+        elif _is_row(cells):
+            guessed = names[: len(cells)] if names else _guess_fields(cells)
+            report["gpus"].append(_gpu(dict(zip(guessed, cells))))
+        else:
+            report["notices"].append({"text": line, "state": "unrecognised", "weight": "warning", "remedy": "read the line"})
+    return report
+
+
+def _is_row(cells: Sequence[str]) -> bool:
+    readable = sum(1 for cell in cells if number(cell) is not None or cell_state(cell))
+    return len(cells) > 1 and readable >= 1 and readable * 3 >= len(cells)
+
+
+def _take_row(report: dict[str, Any], names: Sequence[str], cells: Sequence[str]) -> None:
+    if "pid" in names:
+        report["processes"].append(_process(names, cells))
+    else:
+        report["gpus"].append(_gpu(dict(zip(names, cells))))
+
+
+_BUS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d"
+_TABLE_NAME = re.compile(rf"^\|\s*(?P<index>\d+)\s+(?P<name>.+?)\s+(?P<persistence>On|Off|N/A|ERR!)?\s*\|\s*(?P<bus>{_BUS})\s.*?\|\s*(?P<ecc>[^|]*?)\s*\|")
+_TABLE_MEMORY = re.compile(r"(?P<used>\d+)\s*MiB\s*/\s*(?P<total>\d+)\s*MiB")
+_TABLE_PROCESS = re.compile(
+    r"^\|\s*(?P<gpu>\d+)\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(?P<pid>\d+)\s+(?P<type>M?\+?[CG](?:\+G)?)\s+(?P<name>.*?)\s+(?P<used>\d+MiB|N/A)\s*\|"
+)
+_TABLE_MIG = re.compile(r"^\|\s*(?P<gpu>\d+)\s+(?P<gi>\d+)\s+(?P<ci>\d+)\s+(?P<dev>\d+)\s*\|\s*(?P<used>\d+)MiB\s*/\s*(?P<total>\d+)MiB")
+_OBSERVED: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("utilization.gpu", re.compile(r"(?i)\butili[sz]ation\b[^:]*:\s*(?P<value>\d+(?:\.\d+)?\s*%)")),
+    ("power.draw", re.compile(r"(?i)\bpower\b[^:]*:\s*(?:approximately|about|~)?\s*(?P<value>\d+(?:\.\d+)?\s*W)")),
+    ("memory.used", re.compile(r"(?i)\bmemory\b[^:]*:\s*(?:approximately|about|~)?\s*(?P<value>\d+(?:\.\d+)?\s*[MG]iB)")),
+)
+_OBSERVED_NO_PROCESS = re.compile(r"(?i)\bprocess(?:es)?\b[^:]*:\s*(?:none|no\b|0\b)")
+
+
+def parse_table(text: str) -> dict[str, Any]:
+    """Read the table that plain ``nvidia-smi`` prints, whole or in pieces. Same shape as `parse_csv`, and ``mig_devices``."""
+    report: dict[str, Any] = {"gpus": [], "processes": [], "notices": [], "processes_known": False, "mig_devices": []}
+    fields: dict[str, str] = {}
+    rows: list[dict[str, str]] = []
+    in_mig = False
+    for raw in split_lines(strip_ansi(text)):
+        line = raw.strip()
+        if not line or set(line) <= set("+-=|"):
+            if fields:
+                rows.append(fields)
+                fields = {}
+            continue
+        if "MIG devices" in line:
+            in_mig = True
+        if "Processes:" in line:
+            in_mig = False
+            report["processes_known"] = True
+        mig = _TABLE_MIG.match(line)
+        if in_mig or mig:
+            if mig:
+                report["mig_devices"].append(
+                    {"gpu": int(mig["gpu"]), "device": int(mig["dev"]), "memory_used_mib": float(mig["used"]), "memory_total_mib": float(mig["total"])}
+                )
+            continue
+        process = _TABLE_PROCESS.match(line)
+        if process:
+            report["processes_known"] = True
+            report["processes"].append({"gpu": int(process["gpu"]), "pid": int(process["pid"]), "name": process["name"],
+                                        "used_mib": number(process["used"].replace("MiB", " MiB")), "state": cell_state(process["used"])})
+            continue
+        name = _TABLE_NAME.match(line)
+        if name:
+            if fields:
+                rows.append(fields)
+            fields = {"index": name["index"], "name": name["name"], "pci.bus_id": name["bus"], "ecc": name["ecc"]}
+            if name["persistence"]:
+                fields["persistence_mode"] = name["persistence"]
+            continue
+        if re.search(r"Fan +Temp|Memory-Usage|Bus-Id|Persistence-M|NVIDIA-SMI \d|Driver Version", line):
+            continue
+        memory = _TABLE_MEMORY.search(line)
+        if memory:
+            _table_values(fields, line, memory)
+            continue
+        notice = _notice(line)
+        if notice:
+            report["notices"].append(notice)
+            report["processes_known"] |= notice["state"] == "no processes"
+            continue
+        if fields and "|" in line:
+            for cell in line.strip("|").split("|"):
+                plain = cell.strip()
+                if plain in {"Enabled", "Disabled", "Enabled*", "Disabled*"}:
+                    fields["mig.mode.current"] = plain.rstrip("*")
+                elif plain and cell_state(plain):
+                    fields.setdefault("last row", plain)
+    if fields:
+        rows.append(fields)
+    report["gpus"] = [_gpu(row) for row in rows]
+    return report
+
+
+def _table_values(fields: dict[str, str], line: str, memory: re.Match[str]) -> None:
+    fields["memory.used"], fields["memory.total"] = memory["used"] + " MiB", memory["total"] + " MiB"
+    before, after = line[: memory.start()], line[memory.end() :]
+    health = before.strip("| ").split()
+    for name, text in zip(("fan.speed", "temperature.gpu", "pstate"), health):
+        fields[name] = text.rstrip("C") if re.fullmatch(r"\d+C", text) else text
+    power = re.search(r"(\d+(?:\.\d+)?W|N/A|ERR!)\s*/\s*(?:\d+(?:\.\d+)?W|N/A|ERR!)", before)
+    if power:
+        fields["power.draw"] = power[1].replace("W", " W")
+    use = re.search(r"(\d+)%|ERR!|N/A", after)
+    if use:
+        fields["utilization.gpu"] = use[0].replace("%", " %")
+
+
+def parse_observation(text: str) -> dict[str, Any]:
+    """Read an observation written by hand ("Memory: approximately 624 MiB per GPU"). Same shape as `parse_csv`."""
+    fields = {name: match["value"] for name, pattern in _OBSERVED if (match := pattern.search(text))}
+    fields = {name: re.sub(r"(?<=\d)\s*(?=[A-Za-z%])", " ", value) for name, value in fields.items()}
+    return {"gpus": [_gpu(fields)] if fields else [], "processes": [], "notices": [],
+            "processes_known": bool(_OBSERVED_NO_PROCESS.search(text))}
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Read any of the three: table, observation or csv, told apart by their marks."""
+    plain = strip_ansi(text)
+    if _TABLE_MEMORY.search(plain) or re.search(rf"^\|.*{_BUS}", plain, re.MULTILINE) or "MIG devices" in plain:
+        return parse_table(plain)
+    if sum(1 for _name, pattern in _OBSERVED if pattern.search(plain)) >= 2:  # noqa: PLR2004  one could be any sentence
+        return parse_observation(plain)
+    return parse_csv(plain)
+
+
+_SEVERITY = ("accept", "accept-with-warning", "reject-as-unknown-memory", "reject-as-unknown", "reject")
+
+
+class _Verdict:
+    """Collects reasons; the gravest decides."""
+
+    def __init__(self) -> None:
+        self.verdict, self.state, self.remedy = "accept", "ok", "nothing to do"
+        self.reasons: list[str] = []
+
+    def add(self, verdict: str, state: str, reason: str, remedy: str) -> None:
+        self.reasons.append(reason)
+        if _SEVERITY.index(verdict) > _SEVERITY.index(self.verdict):
+            self.verdict, self.state, self.remedy = verdict, state, remedy
+
+
+def judge(
+    report: Union[Mapping[str, Any], Iterable[Mapping[str, Any]]],
+    expected: Optional[int] = None,
+    allow_mig: bool = False,
+    busy_mib: float = BUSY_MIB,
+) -> dict[str, Any]:
+    """Whether an engine may be started on these GPUs: a report of `parse`, or a list of its GPUs.
+
+    `expected` is the number of GPUs that must be there. Returns ``verdict`` (accept, accept-with-warning, reject,
+    reject-as-unknown, reject-as-unknown-memory), ``state`` (its short name), ``class`` ("host" or None), ``reasons``, ``remedy``
+    and ``gpus``: ``[{"gpu", "state", "reasons"}]``.
+    """
+    whole = report if isinstance(report, Mapping) else {"gpus": list(report)}
+    gpus: Sequence[Mapping[str, Any]] = whole.get("gpus", [])
+    processes: Sequence[Mapping[str, Any]] = whole.get("processes", [])
+    known = bool(whole.get("processes_known"))
+    total = _Verdict()
+    each = []
+    for position, gpu in enumerate(gpus):
+        name = f"GPU {gpu['index']}" if gpu.get("index") is not None else f"GPU in row {position + 1}"
+        own = [process for process in processes if process.get("gpu") in {None, gpu.get("index"), gpu.get("uuid")}]
+        verdict = _judge_gpu(name, gpu, own or (processes if len(gpus) == 1 else ()), known, allow_mig, busy_mib)
+        each.append({"gpu": gpu.get("index"), "state": verdict.state, "reasons": verdict.reasons})
+        for reason in verdict.reasons:
+            total.add(verdict.verdict, verdict.state, reason, verdict.remedy)
+    for notice in whole.get("notices", []):
+        verdict_name = {"bad": "reject", "unknown": "reject-as-unknown", "warning": "accept-with-warning"}.get(notice["weight"])
+        if verdict_name:
+            total.add(verdict_name, notice["state"], notice["text"], notice["remedy"])
+    # A process whose GPU cannot be matched to a row still holds memory on this host.
+    held = [process for process in processes if (process.get("used_mib") or 0) >= busy_mib]
+    if held and total.verdict != "reject":
+        total.add("reject", "busy", "; ".join(_held(process) for process in held), "end the processes or wait for them")
+    if not gpus and not processes and total.verdict == "accept":
+        total.add("reject-as-unknown", "nothing read", "no GPU row in the output", "run nvidia-smi again and look at its exit status")
+    if expected is not None and len(gpus) != expected:
+        total.add("reject", "gpu count", f"{len(gpus)} GPUs found, {expected} expected",
+                  "read the kernel log for a GPU that dropped out; correct the host's GPU list if it changed")
+    return {
+        "verdict": total.verdict,
+        "state": total.state,
+        "class": None if total.verdict.startswith("accept") else "host",
+        "reasons": total.reasons,
+        "remedy": total.remedy,
+        "gpus": each,
+    }
+
+
+def _held(process: Mapping[str, Any]) -> str:
+    return f"{process.get('used_mib'):.0f} MiB held by pid {process.get('pid')} ({process.get('name')})"
+
+
+def _judge_gpu(
+    name: str, gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]], known: bool, allow_mig: bool, busy_mib: float
+) -> _Verdict:
+    found = _Verdict()
+    states: Mapping[str, str] = gpu.get("states", {})
+    fields: Mapping[str, str] = gpu.get("fields", {})
+    for field, state in states.items():
+        if state in _BROKEN:
+            found.add("reject", state, f"{name}: {field} reads {fields.get(field, state)}", "reset the GPU or reboot before any start")
+        elif state in _UNKNOWN:
+            found.add("reject-as-unknown", state, f"{name}: {field} reads {fields.get(field, state)}", "ask again; unknown is not healthy")
+    _judge_fields(found, name, fields, allow_mig)
+    used, use = gpu.get("memory_used_mib"), gpu.get("utilization_percent")
+    held = [process for process in processes if (process.get("used_mib") or 0) >= busy_mib]
+    if used is not None and used >= busy_mib:
+        if known and not processes:
+            found.add("reject", "held by nobody", f"{name}: {used:.0f} MiB in use and no process holds them", "reset the GPU or reboot, waiting does not free it")
+        else:
+            holders = "; ".join(_held(process) for process in held) or "holder not asked for"
+            found.add("reject", "busy", f"{name}: {used:.0f} MiB in use ({holders})", "wait for the holder or end it")
+    elif held:
+        found.add("reject", "busy", f"{name}: " + "; ".join(_held(process) for process in held), "wait for the holder or end it")
+    elif used is None and any(field.startswith("memory.") and states.get(field) for field in ("memory.used", "memory.total", "memory.free")):
+        found.add("reject-as-unknown-memory", "memory not reported", f"{name}: memory reads {fields.get('memory.used', 'nothing')}",
+                  "ask --query-compute-apps for the processes and the system for its free memory")
+    if use is not None and use >= SPINNING_PERCENT and (used is None or used < busy_mib) and not held:
+        if known:
+            found.add("reject", "wedged", f"{name}: {use:.0f} % busy without a process", "reset the GPU or reboot, a killed collective still spins on it")
+        else:
+            found.add("reject", "busy", f"{name}: {use:.0f} % busy with little memory in use", "ask --query-compute-apps: in use, or wedged if nobody is there")
+    return found
+
+
+def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_mig: bool) -> None:
+    def plain(field: str) -> str:
+        text = fields.get(field, "").strip()
+        return "" if cell_state(text) else text
+
+    action = plain("gpu_recovery_action")
+    if action not in {"", "None"}:
+        found.add("reject", "recovery action", f"{name}: driver asks for {action}", f"do it ({action.lower()}) before any start")
+    fabric = plain("fabric.state")
+    if fabric not in {"", "Completed"}:
+        found.add("reject", "fabric not ready", f"{name}: fabric state {fabric}", "start the fabric manager of the driver's version and wait")
+    if plain("fabric.status") not in {"", "Success"}:
+        found.add("reject", "fabric not ready", f"{name}: fabric status {plain('fabric.status')}", "read the fabric manager's log")
+    if plain("mig.mode.current") == "Enabled" and not allow_mig:
+        found.add("reject", "mig enabled", f"{name}: MIG mode is on, its memory belongs to slices", "turn MIG off, or serve from a slice on purpose")
+    if plain("compute_mode") == "Prohibited":
+        found.add("reject", "compute prohibited", f"{name}: compute mode Prohibited", "nvidia-smi -c DEFAULT")
+    for field, text in fields.items():
+        value = number(text)
+        if field.startswith("ecc.errors.uncorrected.volatile") and value:
+            found.add("reject", "uncorrectable ecc", f"{name}: {field} {value:.0f}", "reset the GPU and check it before any start")
+        elif field.startswith("ecc.errors.uncorrected.aggregate") and value:
+            found.add("accept-with-warning", "old ecc errors", f"{name}: {field} {value:.0f}", "watch this GPU")
+        elif field in {"retired_pages.pending", "remapped_rows.pending", "remapped_rows.failure"} and text.strip() in {"Yes", "1"}:
+            found.add("reject", "memory repair pending", f"{name}: {field} {text.strip()}", "reboot (pending) or exchange the board (failure)")
+    if plain("ecc") not in {"", "0", "Off", "N/A"} and number(plain("ecc")):
+        found.add("reject", "uncorrectable ecc", f"{name}: uncorrected ECC errors {plain('ecc')}", "reset the GPU and check it before any start")
+    now, pending = plain("ecc.mode.current"), plain("ecc.mode.pending")
+    if now and pending and now != pending:
+        found.add("accept-with-warning", "reboot due", f"{name}: ECC mode {now}, pending {pending}", "reboot when convenient")
+    width, widest = number(fields.get("pcie.link.width.current", "")), number(fields.get("pcie.link.width.max", ""))
+    if width and widest and width < widest:
+        found.add("accept-with-warning", "narrow link", f"{name}: PCIe x{width:.0f} of x{widest:.0f}", "reseat the board or check the riser")

@@ -1,0 +1,175 @@
+"""What a person reads: one line while a swap runs, a few lines when it ended. Pure functions over `swapgate status`."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any, Dict, List, Mapping, Optional
+
+SEPARATOR = " | "
+JsonDict = Dict[str, Any]
+
+
+def seconds(value: float) -> str:
+    """``75`` as ``1 min 15 s``."""
+    whole = int(round(value))
+    if whole < 60:  # noqa: PLR2004
+        return "{} s".format(whole)
+    return "{} min {:02d} s".format(whole // 60, whole % 60)
+
+
+def _unit_load(status: Mapping[str, Any], unit: str) -> Optional[JsonDict]:
+    for found in status["units"]:
+        if found["unit"] == unit and found.get("load"):
+            load: JsonDict = found["load"]
+            return load
+    return None
+
+
+def line(host: str, status: Mapping[str, Any], now_unix: float) -> str:
+    """Host, variant, phase, percent, elapsed and what is left of the swap in ``status``, as one line."""
+    swap = status.get("swap")
+    if not swap:
+        return SEPARATOR.join([host, "no swap"])
+    phase = swap["phase"] or swap["outcome"] or "starting"
+    back = phase.startswith("rollback-")
+    target = swap["from"] if back and swap["from"] else swap["to"]
+    words = [host, target["variant"], phase]
+    load = _unit_load(status, target["unit"]) if phase.endswith("watch") else None
+    if load:
+        snapshot = load["load"]
+        left = snapshot["remaining_s"]
+        words += [
+            "{} {:.0f} %".format(snapshot["phase"], snapshot["percent"]),
+            seconds(snapshot["elapsed_s"]) + " elapsed",
+            "about {} left".format(seconds(left)) if left is not None else "time left not known yet",
+        ]
+        if snapshot["detail"]:
+            words.append(snapshot["detail"])
+    elif swap.get("phase_since_unix"):
+        words.append(seconds(max(0.0, now_unix - swap["phase_since_unix"])) + " in this phase")
+    return SEPARATOR.join(words)
+
+
+_LINE = re.compile(r"(?P<host>[^|]+) \| (?P<variant>[^|]+) \| (?P<phase>[a-z_ -]+)(?: \| (?P<rest>.*))?$")
+
+
+def parse(text: str) -> Optional[Dict[str, str]]:
+    """A progress line taken apart into host, variant, phase and the rest; None for any other text."""
+    match = _LINE.match(text.strip())
+    return {key: (value or "").strip() for key, value in match.groupdict().items()} if match else None
+
+
+def _cause(label: str, cause: Mapping[str, Any]) -> List[str]:
+    lines = ["{}: {} [{}{}]".format(
+        label, cause["what"], cause["class"], ", in phase " + cause["phase"] if cause.get("phase") else ""
+    )]
+    for key, name in (("root_cause", "first cause"), ("remedy", "what to do")):
+        if cause.get(key) and cause[key] not in cause["what"]:
+            lines.append("  {}: {}".format(name, cause[key]))
+    lines += ["    " + context for context in cause.get("context") or []]
+    return lines
+
+
+def report(host: str, status: Mapping[str, Any]) -> List[str]:
+    """The end of a swap for people: outcome, times, cause, and what serves now."""
+    swap = status.get("swap")
+    if not swap:
+        return ["{}: no swap has run".format(host)]
+    good = status["last_good"]
+    serving = "{} serves since {}".format(good["variant"], "this swap") if swap["outcome"] == "swapped" else (
+        "{} is the last good variant".format(good["variant"]) if good else "no variant was ever good")
+    lines = ["{}: {} -> {}: {}; {}".format(
+        host, swap["from"]["variant"] if swap["from"] else "nothing", swap["to"]["variant"], swap["outcome"], serving
+    )]
+    if swap["phases"]:
+        lines.append("  " + ", ".join("{} {:.1f} s".format(item["name"], item["seconds"]) for item in swap["phases"]))
+    if swap["seconds_without_service"] is not None:
+        lines.append("  {} without service".format(seconds(swap["seconds_without_service"])))
+    if swap["cause"]:
+        lines += _cause("  cause", swap["cause"])
+    if swap["rollback_cause"]:
+        lines += _cause("  and the roll back failed", swap["rollback_cause"])
+        lines.append("  no service: mend the cause, then run the deploy again, or playbooks/rollback.yml")
+    return lines
+
+
+def preflight_report(report_: Mapping[str, Any]) -> List[str]:
+    """A preflight for people: each problem, or what the engine made of the configuration."""
+    if not report_["ok"]:
+        return ["{}: {}".format(problem["check"], problem["what"]) for problem in report_["problems"]]
+    lines = ["vLLM {} accepts the variant{}".format(
+        report_["engine_version"], " (known from an earlier check)" if report_["cached"] else "")]
+    effective = dict(report_["effective"])
+    speculative = effective.pop("speculative", None) or {}
+    lines += ["  {}: {}".format(key, value) for key, value in sorted(effective.items())]
+    lines += ["  speculative {}: {}".format(key, value) for key, value in sorted(speculative.items())]
+    return lines + ["  the engine says: " + notice for notice in report_["notices"]]
+
+
+def plan(host: str, status: Optional[Mapping[str, Any]], variant: str, release: str) -> str:
+    """What a swap to a release would do, for consent and for check mode."""
+    if not status:
+        return "{}: nothing of swapgate is installed; '{}' would be the first variant".format(host, variant)
+    serving = [unit for unit in status["units"] if unit["active"] == "active"]
+    if any(unit["release"] == release for unit in serving):
+        return "{}: '{}' already serves as it is; nothing would change".format(host, variant)
+    usual = status.get("usual_seconds_without_service", {}).get(variant)
+    how_long = "usually {} here".format(seconds(usual)) if usual else "no earlier load on this host tells how long"
+    stopped = ", ".join("'{}'".format(unit["variant"]) for unit in serving)
+    if not stopped:
+        return "{}: nothing serves; '{}' would be loaded ({})".format(host, variant, how_long)
+    return "{}: stops {} and drops its traffic until '{}' has loaded ({})".format(host, stopped, variant, how_long)
+
+
+def _acceptance(figures: Mapping[str, Any]) -> str:
+    if not figures["drafts"]:
+        return "no draft yet"
+    return "{:.0f} % of {} draft tokens accepted, acceptance length {:.2f}, by position {}".format(
+        100 * figures["acceptance_rate"], figures["draft_tokens"], figures["acceptance_length"],
+        " ".join("{:.2f}".format(rate) for rate in figures["by_position"]),
+    )
+
+
+def status_table(host: str, status: Mapping[str, Any]) -> List[str]:
+    """What serves on a host, since when, how long it took to load, and how well its drafts are accepted."""
+    if status["problem"]:
+        return ["{}: {}".format(host, status["problem"])]
+    good = status["last_good"]
+    lines = []
+    for unit in status["units"]:
+        load = unit["load"] or {}
+        words = [
+            unit["variant"], unit["active"] + (" ({})".format(unit["sub"]) if unit["active"] != unit["sub"] else ""),
+            "since " + unit["since"] if unit["active"] == "active" else "",
+            "loaded in " + seconds(load["ready_after_s"]) if load.get("ready_after_s") else "",
+            "starts at boot" if unit["enabled"] else "",
+            "last good" if good and good["release"] == unit["release"] else "",
+            unit["status"] if unit["active"] == "activating" else "",
+        ]
+        lines.append("{}: {}".format(host, ", ".join(word for word in words if word)))
+        failure = load.get("failure")
+        if failure and unit["active"] in ("failed", "inactive"):
+            lines.append("    last failure: {}".format(failure.get("root_cause") or failure["what"]))
+    if status["acceptance"]:
+        lines.append("    " + _acceptance(status["acceptance"]))
+    swap = status["swap"]
+    if swap and swap["outcome"] is None:
+        lines.append("    a swap to '{}' is in phase {}".format(swap["to"]["variant"], swap["phase"]))
+    return lines or ["{}: no variant is installed".format(host)]
+
+
+def history_table(swaps: List[Mapping[str, Any]]) -> List[str]:
+    """One line a swap, oldest first."""
+    lines = []
+    for swap in swaps:
+        started = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(swap["started_unix"]))
+        lost = swap["seconds_without_service"]
+        words = [
+            started, swap["by"], "{} -> {}".format(swap["from"]["variant"] if swap["from"] else "nothing",
+                                                   swap["to"]["variant"]),
+            swap["outcome"], "{} without service".format(seconds(lost)) if lost is not None else "",
+            swap["cause"]["what"] if swap["cause"] else "",
+        ]
+        lines.append(", ".join(word for word in words if word))
+    return lines

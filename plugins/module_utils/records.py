@@ -1,0 +1,156 @@
+"""What the host program keeps on disk: where it lies, its shapes, and how it is written without ever being half there.
+
+Shapes (``schema`` is 1 in each file)
+
+state.json
+    {"schema", "last_good": RELEASE | null, "swap": SWAP | null}
+RELEASE
+    {"variant", "unit", "release", "since_unix": s, "answer": str | null, "identity": {...}}: a release that passed its
+    soak; ``answer`` is its text for the fixed greedy prompt, ``identity`` what it stood on (engine, model, driver).
+SWAP
+    {"id", "by", "started_unix", "boot_id", "from": RELEASE | null, "to": {"variant", "unit", "release"},
+     "phase", "phases": [{"name", "seconds"}], "stopped_old": bool, "outcome": null | OUTCOME, "cause": null | CAUSE,
+     "rollback_cause": null | CAUSE, "seconds_without_service": s | null, "ended_unix": null | s, "preflight": {...}}
+OUTCOME, a closed list
+    swapped | unchanged | refused | rolled_back | recovered | failed
+CAUSE
+    {"what": str, "class": "config" | "model" | "host" | "transient" | "operator" | "unknown", "phase": str,
+     "root_cause": str | null, "signature": str | null, "remedy": str | null, "context": [str, ...]}
+history.jsonl
+    one ended SWAP a line
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+SCHEMA = 1
+OUTCOMES = ("swapped", "unchanged", "refused", "rolled_back", "recovered", "failed")
+
+JsonDict = Dict[str, Any]
+
+
+class RecordError(Exception):
+    """A record that cannot be used: corrupt, empty, or written by a newer swapgate."""
+
+
+class Layout:
+    """Every path that swapgate uses on a host, below ``root`` (another one than ``/`` in tests)."""
+
+    def __init__(self, root: str = "/") -> None:
+        base = Path(root)
+        self.library = base / "usr/local/lib/swapgate"
+        self.state_dir = base / "var/lib/swapgate"
+        self.state = self.state_dir / "state.json"
+        self.request = self.state_dir / "request.json"
+        self.history = self.state_dir / "history.jsonl"
+        self.releases = self.state_dir / "releases"
+        self.preflights = self.state_dir / "preflight"
+        self.manifests = self.state_dir / "manifests"
+        self.variants = base / "etc/swapgate/variants"
+        self.units = base / "etc/systemd/system"
+        self.runtime = base / "run/swapgate"
+        self.lock = base / "run/swapgate/swap.lock"
+        self.home = base / "var/lib/vllm"
+
+    def release(self, release: str) -> Path:
+        """The folder of one release."""
+        return self.releases / release
+
+    def unit_runtime(self, unit: str) -> Path:
+        """The folder where the supervisor of ``unit`` keeps its progress."""
+        return self.runtime / unit[: -len(".service")]
+
+
+def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
+    """Replace ``path`` by ``text``: written beside it, synced, renamed, and the folder synced too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=str(path.parent), prefix="." + path.name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.chmod(beside, mode)
+        os.replace(beside, str(path))
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(beside)
+        raise
+    folder = os.open(str(path.parent), os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
+    """``value`` as JSON at ``path``, atomically."""
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", mode)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value at ``path``; RecordError names the file when it cannot be read as such."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise RecordError("{}: {}".format(path, error)) from error
+
+
+def read_if_there(path: Path) -> Optional[JsonDict]:
+    """The JSON object at ``path``, or None when there is none or it is only half written."""
+    try:
+        value = read_json(path)
+    except (FileNotFoundError, RecordError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def empty_state() -> JsonDict:
+    """The state of a host on which nothing was ever swapped."""
+    return {"schema": SCHEMA, "last_good": None, "swap": None}
+
+
+def read_state(layout: Layout) -> JsonDict:
+    """The state file. No file is the empty state; a file that cannot be trusted is a RecordError."""
+    try:
+        state = read_json(layout.state)
+    except FileNotFoundError:
+        return empty_state()
+    if not isinstance(state, dict) or not {"schema", "last_good", "swap"} <= set(state):
+        raise RecordError("{}: not a state file of swapgate (found {!r:.60})".format(layout.state, state))
+    if state["schema"] != SCHEMA:
+        raise RecordError(
+            "{}: schema {!r}, expected {}. Another release of swapgate wrote it.".format(
+                layout.state, state["schema"], SCHEMA
+            )
+        )
+    return state
+
+
+def append_history(layout: Layout, swap: JsonDict) -> None:
+    """One ended swap as one line, synced."""
+    with layout.history.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(swap, sort_keys=True, ensure_ascii=False) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def read_history(layout: Layout) -> List[JsonDict]:
+    """All ended swaps, oldest first; a line cut by a power failure is passed over."""
+    swaps = []
+    try:
+        lines = layout.history.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            swaps.append(json.loads(line))
+    return swaps

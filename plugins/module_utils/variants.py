@@ -1,0 +1,310 @@
+"""From the variant table to one resolved variant: merge, render flags, name the unit.
+
+Everything here is data to data. The allowed keys, their types and their defaults come from ``spec``, the parsed
+``roles/vllm_service/meta/argument_specs.yml``: this module knows no key by heart that is not used in it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+from . import versions
+
+JsonDict = Dict[str, Any]
+
+_KEY = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$")
+_NAME = re.compile(r"^[a-z0-9]+([._-][a-z0-9]+)*$")
+_ENV = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+
+# Flags that other keys render. Two places for one fact would let them disagree.
+OWNED_FLAGS = {
+    "model": "the model entry's `path`",
+    "served-model-name": "the model entry's `served_name`",
+    "host": "the host's `bind`",
+    "port": "the host's `port`",
+    "speculative-config": "the variant's `speculative_config`",
+    "tensor-parallel-size": "the model entry's `tensor_parallel_size`",
+    "max-model-len": "the model entry's `max_model_len`",
+    "trust-remote-code": "the model entry's `trust_remote_code`",
+    "tool-call-parser": "the model entry's `tool_call_parser`",
+    "enable-auto-tool-choice": "the model entry's `tool_call_parser`, which switches it on",
+    "reasoning-parser": "the model entry's `reasoning_parser`",
+    "shutdown-timeout": "the variant's `drain_timeout_s`",
+    "api-key": "`vllm_service_api_key` (a command line can be read by every local user)",
+}
+# What every engine runs with; an `env` entry wins over it.
+ENGINE_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "HOME": "/var/lib/vllm",
+    "PYTHONUNBUFFERED": "1",
+    "VLLM_CACHE_ROOT": "/var/cache/vllm",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+SECRET_VARIABLES = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+class VariantError(ValueError):
+    """Input that cannot become a unit. The text says what, where, found against expected, and what to do next."""
+
+
+def _closest(word: str, words: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return " Did you mean '{}'?".format(near[0]) if near else ""
+
+
+def _check_keys(where: str, entry: Any, allowed: Sequence[str]) -> None:
+    if not isinstance(entry, dict):
+        raise VariantError("{}: found {!r}, expected a map of keys. Correct the entry.".format(where, entry))
+    for key in entry:
+        if key not in allowed:
+            raise VariantError(
+                "{}: unknown key '{}'.{} Known keys: {}. Correct or remove it.".format(
+                    where, key, _closest(str(key), allowed), ", ".join(sorted(allowed))
+                )
+            )
+
+
+def _choose(kind: str, name: Any, table: Mapping[str, Any], source: str) -> Any:
+    if name not in table:
+        raise VariantError(
+            "{} '{}' does not exist.{} {}s that exist: {} (from {}).".format(
+                kind, name, _closest(str(name), list(table)), kind.capitalize(), ", ".join(sorted(table)), source
+            )
+        )
+    return table[name]
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> JsonDict:
+    """``over`` laid on ``base``: maps merge by key at every depth, null removes a key, everything else replaces."""
+    merged = dict(base)
+    for key, value in over.items():
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, dict):
+            under = merged.get(key)
+            merged[key] = merge(under if isinstance(under, dict) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def defaults_of(options: Mapping[str, Any]) -> JsonDict:
+    """The defaults that an argument spec's options declare."""
+    return {key: option["default"] for key, option in options.items() if "default" in option}
+
+
+def flatten(name: str, variants: Mapping[str, Any], allowed: Sequence[str]) -> JsonDict:
+    """One variant's entry with its base merged in. One level of ``extends`` only."""
+    where = "variant '{}'".format(name)
+    entry = _choose("variant", name, variants, "swapgate_variants")
+    _check_keys(where, entry, allowed)
+    base_name = entry.get("extends")
+    if base_name is None:
+        return {key: value for key, value in entry.items() if value is not None}
+    base = _choose("variant", base_name, variants, "swapgate_variants, named by `extends` of {}".format(where))
+    _check_keys("variant '{}'".format(base_name), base, allowed)
+    if base.get("extends"):
+        raise VariantError(
+            "{}: `extends: {}` is itself built on '{}'; only one level is allowed. Extend '{}' directly.".format(
+                where, base_name, base["extends"], base["extends"]
+            )
+        )
+    return merge({key: value for key, value in base.items() if key != "description"}, entry)
+
+
+def render_flag(key: str, value: Any) -> List[str]:
+    """The command-line words of one engine argument.
+
+    A string or number is ``--key value``, true a bare flag, false and null nothing, a map one compact JSON word, a
+    list the flag followed by each of its values. Anything else is an error.
+    """
+    flag = "--" + key
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value, separators=(",", ":"), ensure_ascii=False)]
+    if isinstance(value, (list, tuple)):
+        if not value or not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in value):
+            raise VariantError("engine argument '{}': a list must hold strings or numbers, found {!r}".format(key, value))
+        return [flag] + [str(item) for item in value]
+    if isinstance(value, (str, int, float)):
+        return [flag, str(value)]
+    raise VariantError("engine argument '{}': a {} cannot be a flag".format(key, type(value).__name__))
+
+
+def render_flags(arguments: Mapping[str, Any]) -> List[str]:
+    """All arguments as words, in the map's order."""
+    return [word for key, value in arguments.items() for word in render_flag(key, value)]
+
+
+def _engine_args(where: str, arguments: Mapping[str, Any]) -> JsonDict:
+    checked = {}
+    for raw in sorted(arguments):
+        key = str(raw).lstrip("-").replace("_", "-")
+        if not _KEY.match(key):
+            raise VariantError("{}: engine argument '{}' is not the name of a flag.".format(where, raw))
+        if key in OWNED_FLAGS:
+            raise VariantError(
+                "{}: engine argument '{}' is set by {}. Set it there and remove it here.".format(
+                    where, key, OWNED_FLAGS[key]
+                )
+            )
+        checked[key] = arguments[raw]
+    return checked
+
+
+def _environment(where: str, environment: Mapping[str, Any]) -> Dict[str, str]:
+    checked = {}
+    for key in sorted(environment):
+        value = environment[key]
+        if not _ENV.match(str(key)):
+            raise VariantError("{}: '{}' is not the name of an environment variable.".format(where, key))
+        if key in SECRET_VARIABLES:
+            raise VariantError(
+                "{}: {} in `env` could be read by every local user. Use vllm_service_api_key, or fetch the model with "
+                "role model_cache.".format(where, key)
+            )
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise VariantError(
+                "{}: environment variable {} is {!r}; expected a string or a number. Quote the value.".format(
+                    where, key, value
+                )
+            )
+        checked[str(key)] = str(value)
+    return checked
+
+
+def unit_name(model_name: str, variant_name: str, is_base: bool) -> str:
+    """The unit of a variant. A variant that extends nothing carries the model's name alone; a name is never inherited."""
+    return "vllm-{}{}.service".format(model_name, "" if is_base else "-" + variant_name)
+
+
+def _speculative(where: str, entry: JsonDict, model: Mapping[str, Any]) -> Optional[JsonDict]:
+    config = entry.get("speculative_config")
+    if not config:
+        return None
+    config = dict(config)
+    draft = entry.get("draft")
+    if draft is not None:
+        drafts = model.get("drafts", {})
+        if draft not in drafts:
+            raise VariantError(
+                "{}: the model names no draft '{}'. Drafts of the model: {}. Add `drafts: {{{}: /path/to/draft}}` to "
+                "the model entry.".format(where, draft, ", ".join(sorted(drafts)) or "none", draft)
+            )
+        config["model"] = drafts[draft]
+    if config.get("method") in ("ngram", "ngram_gpu"):
+        low, high = config.get("prompt_lookup_min"), config.get("prompt_lookup_max")
+        if low is None or high is None:
+            raise VariantError(
+                "{}: give both prompt_lookup_min and prompt_lookup_max; found min={}, max={}. The engine copies a "
+                "missing one from the other, which silently searches one length only.".format(where, low, high)
+            )
+    return config
+
+
+def resolve(  # noqa: PLR0913 - each argument is one input of the table, and there is no second caller to hide them from
+    name: str,
+    variants: Mapping[str, Any],
+    models: Mapping[str, Any],
+    model_name: str,
+    host: Mapping[str, Any],
+    spec: Mapping[str, Any],
+) -> JsonDict:
+    """One complete dict for variant ``name`` of model ``model_name`` on ``host``.
+
+    ``spec`` is ``argument_specs`` of role vllm_service: its entry points ``variant``, ``model`` and ``host`` describe
+    the inputs, ``main`` the result. Raises VariantError.
+    """
+    options = {kind: spec[kind]["options"] for kind in ("variant", "model", "host")}
+    where = "variant '{}'".format(name)
+    if not _NAME.match(str(name)):
+        raise VariantError("{}: a name is lower-case letters, digits and single '.', '_' or '-'.".format(where))
+    entry = dict(defaults_of(options["variant"]), **flatten(name, variants, list(options["variant"])))
+    model = _choose("model", model_name, models, "swapgate_models")
+    _check_keys("model '{}'".format(model_name), model, list(options["model"]))
+    model = dict(defaults_of(options["model"]), **{key: value for key, value in model.items() if value is not None})
+    _check_keys("swapgate_host", host, list(options["host"]))
+    host = dict(defaults_of(options["host"]), **{key: value for key, value in host.items() if value is not None})
+    for place, given, needed in (
+        ("model '{}'".format(model_name), model, options["model"]),
+        ("swapgate_host", host, options["host"]),
+    ):
+        for key, option in needed.items():
+            if option.get("required") and key not in given:
+                raise VariantError("{}: key '{}' is missing: {}".format(place, key, " ".join(option["description"])))
+    _check_keys("swapgate_host.engine", host["engine"], list(options["host"]["engine"]["options"]))
+
+    engine = dict(host["engine"])
+    if entry.get("engine_version"):
+        engine["version"] = str(entry["engine_version"])
+    engine["venv"] = "{}/{}-{}".format(host["engines_root"].rstrip("/"), engine["package"], engine["version"])
+
+    arguments: JsonDict = {
+        "served-model-name": model["served_name"],
+        "host": host["bind"],
+        "port": host["port"],
+        "tensor-parallel-size": model["tensor_parallel_size"],
+        "max-model-len": model.get("max_model_len"),
+        "trust-remote-code": model["trust_remote_code"],
+        "enable-auto-tool-choice": bool(model.get("tool_call_parser")),
+        "tool-call-parser": model.get("tool_call_parser"),
+        "reasoning-parser": model.get("reasoning_parser"),
+    }
+    extra: JsonDict = {}
+    environment: JsonDict = dict(ENGINE_ENVIRONMENT)
+    for place, source in (("swapgate_host", host), ("model '{}'".format(model_name), model), (where, entry)):
+        extra = merge(extra, _engine_args(place, source["engine_args"]))
+        environment = merge(environment, _environment(place, source["env"]))
+    arguments.update(extra)
+    if versions.at_least(engine["version"], "0.18"):
+        arguments["shutdown-timeout"] = entry["drain_timeout_s"]
+    speculative = _speculative(where, entry, model)
+    arguments["speculative-config"] = speculative
+
+    return {
+        "name": name,
+        "description": entry["description"],
+        "unit": unit_name(model_name, name, not entry.get("extends")),
+        "model": {
+            "name": model_name,
+            "path": model["path"],
+            "served_name": model["served_name"],
+            "source": model.get("source"),
+            "tensor_parallel_size": model["tensor_parallel_size"],
+        },
+        "engine": engine,
+        "argv": [engine["venv"] + "/bin/vllm", "serve", model["path"]] + render_flags(arguments),
+        "env": {key: environment[key] for key in sorted(environment)},
+        "bind": host["bind"],
+        "port": host["port"],
+        "gpus": list(host["gpus"]),
+        "accepted_risks": list(host["accepted_risks"]),
+        "speculative_config": speculative,
+        "load_timeout_s": entry["load_timeout_s"],
+        "stall_timeout_s": entry.get("stall_timeout_s"),
+        "drain_timeout_s": entry["drain_timeout_s"],
+        "restart_delay_s": entry["restart_delay_s"],
+        "soak_s": entry["soak_s"],
+        "free_memory_mib": host["free_memory_mib"],
+        "free_timeout_s": host["free_timeout_s"],
+    }
+
+
+def contradictions(resolved: Sequence[Mapping[str, Any]]) -> List[str]:
+    """What makes variants of one host impossible together: two that would write the same unit file."""
+    owner: Dict[str, str] = {}
+    problems = []
+    for variant in resolved:
+        other = owner.setdefault(variant["unit"], variant["name"])
+        if other != variant["name"]:
+            problems.append(
+                "variants '{}' and '{}' would both be {}: only one variant may extend nothing. Add `extends` to one "
+                "of them.".format(other, variant["name"], variant["unit"])
+            )
+    return problems

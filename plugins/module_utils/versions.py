@@ -1,0 +1,129 @@
+"""What an engine release no longer takes, and which releases are too old to serve: tables with their sources.
+
+Versions are compared by their numeric release part; ``0.32.0+cpu`` and ``0.32.0rc1`` count as 0.32.0.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+OLDEST_KNOWN = "0.16"
+
+
+class Removal(NamedTuple):
+    """A flag or variable that is gone since ``since`` (the first release without it)."""
+
+    name: str
+    since: str
+    successor: str
+    source: str
+
+
+# Sources are pull requests of vllm-project/vllm. A flag that was gone before OLDEST_KNOWN carries that release.
+FLAGS: Tuple[Removal, ...] = (
+    Removal("--speculative-model", "0.8.4", "`speculative_config: {method, model}`", "PR 15466"),
+    Removal("--num-speculative-tokens", "0.8.4", "`speculative_config: {num_speculative_tokens}`", "PR 15466"),
+    Removal("--ngram-prompt-lookup-max", "0.8.4", "`speculative_config: {prompt_lookup_max}`", "PR 15466"),
+    Removal("--ngram-prompt-lookup-min", "0.8.4", "`speculative_config: {prompt_lookup_min}`", "PR 15466"),
+    Removal("--speculative-draft-tensor-parallel-size", "0.8.4",
+            "`speculative_config: {draft_tensor_parallel_size}`", "PR 15466"),
+    Removal("--speculative-disable-by-batch-size", "0.8.4",
+            "`speculative_config: {num_speculative_tokens_per_batch_size}` (0.24 and newer)", "PR 15466"),
+    Removal("--use-v2-block-manager", "0.10", "nothing: it has been the only one for long", "V0 clean-up"),
+    Removal("--num-scheduler-steps", "0.11", "nothing: asynchronous scheduling took its place", "V0 clean-up"),
+    Removal("--swap-space", "0.16", "`kv-transfer-config`, or nothing", "V0 clean-up"),
+    Removal("--max-seq-len-to-capture", "0.12", "`max-cudagraph-capture-size`", "V0 clean-up"),
+    Removal("--guided-decoding-backend", "0.12", "`structured-outputs-config: {backend}`", "V0 clean-up"),
+    Removal("--disable-frontend-multiprocessing", "0.12", "nothing", "V0 clean-up"),
+    Removal("--enable-reasoning", "0.10", "the model entry's `reasoning_parser` alone", "PR 17452"),
+    Removal("--task", "0.16", "`runner`, and `convert` for pooling", "PR 21470"),
+    Removal("--disable-log-requests", "0.17",
+            "nothing (requests are not logged by default), or `no-enable-log-requests`", "PR 21739, PR 29402"),
+)
+VARIABLES: Tuple[Removal, ...] = (
+    Removal("TRANSFORMERS_CACHE", "0.16", "HF_HOME", "transformers 5 no longer reads it"),
+    Removal("VLLM_USE_V1", "0.11", "nothing: V1 is the only engine", "V0 clean-up"),
+)
+
+
+class Vulnerability(NamedTuple):
+    """A published hole, closed in release ``fixed_in``."""
+
+    id: str
+    fixed_in: str
+    what: str
+
+
+# Read in 2026-11. A later hole is not in the table: it proves a version bad, never good.
+VULNERABILITIES: Tuple[Vulnerability, ...] = (
+    Vulnerability("CVE-2026-22807", "0.14.0", "a model's auto_map code runs without --trust-remote-code"),
+    Vulnerability("CVE-2026-22778", "0.14.1", "remote code execution through a video, without authentication"),
+    Vulnerability("GHSA-v359-jj2x-j536", "0.17.0", "see the advisory"),
+    Vulnerability("CVE-2026-27893", "0.18.0", "Kimi-K2.5 and Nemotron-VL run remote code in spite of the flag"),
+    Vulnerability("GHSA-3mwp-wvh9-7528", "0.19.0", "see the advisory"),
+    Vulnerability("CVE-2026-9540", "0.19.1", "denial of service"),
+    Vulnerability("CVE-2026-48746", "0.22.0", "--api-key bypassed by a crafted Host header"),
+)
+
+
+def release(version: str) -> Tuple[int, ...]:
+    """The numeric release of a version string; ValueError when it has none."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version.strip())
+    if not match:
+        raise ValueError("not a version: {!r}".format(version))
+    return tuple(int(part) for part in match.group(1).split("."))
+
+
+def at_least(version: str, floor: str) -> bool:
+    """Whether ``version`` is ``floor`` or newer."""
+    have, want = release(version), release(floor)
+    width = max(len(have), len(want))
+    return have + (0,) * (width - len(have)) >= want + (0,) * (width - len(want))
+
+
+def _successor(removal: Removal, version: str) -> str:
+    return "{} is gone since vLLM {} (this host has {}). Instead: {}. Source: {}.".format(
+        removal.name, removal.since, version, removal.successor, removal.source
+    )
+
+
+def removed_settings(argv: Sequence[str], env: Mapping[str, Any], version: str) -> List[str]:
+    """One line for each flag of ``argv`` and variable of ``env`` that engine ``version`` no longer takes."""
+    used = {word.split("=", 1)[0].replace("_", "-") for word in argv if word.startswith("--")}
+    gone = [item for item in FLAGS if item.name in used and at_least(version, item.since)]
+    gone += [item for item in VARIABLES if item.name in env and at_least(version, item.since)]
+    return [_successor(item, version) for item in gone]
+
+
+def known_vulnerabilities(version: str, accepted: Sequence[str] = ()) -> List[str]:
+    """One line for each hole that ``version`` has and that the inventory did not accept by its id."""
+    return [
+        "vLLM {} has {} ({}; closed in {}). Use {} or newer, or accept it: "
+        "`swapgate_host: {{accepted_risks: [{}]}}`.".format(version, hole.id, hole.what, hole.fixed_in, floor(), hole.id)
+        for hole in VULNERABILITIES
+        if not at_least(version, hole.fixed_in) and hole.id not in accepted
+    ]
+
+
+def floor() -> str:
+    """The oldest release without a hole of the table."""
+    return max((hole.fixed_in for hole in VULNERABILITIES), key=release)
+
+
+def unsupported(version: Optional[str]) -> Optional[str]:
+    """Why swapgate does not drive this engine at all, or None."""
+    if version is None:
+        return "the engine's version cannot be read"
+    if not at_least(version, OLDEST_KNOWN):
+        return "vLLM {} is older than {}, the oldest release that swapgate drives".format(version, OLDEST_KNOWN)
+    return None
+
+
+def table() -> Dict[str, List[Dict[str, str]]]:
+    """The tables as plain data, for docs and `--json`."""
+    return {
+        "flags": [item._asdict() for item in FLAGS],
+        "variables": [item._asdict() for item in VARIABLES],
+        "vulnerabilities": [item._asdict() for item in VULNERABILITIES],
+    }

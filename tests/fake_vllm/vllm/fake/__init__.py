@@ -1,0 +1,1 @@
+"""The parts of the fake engine that have no counterpart in the real one."""

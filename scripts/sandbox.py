@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -338,8 +339,10 @@ def require_machine() -> None:
 
 
 def install(_options: argparse.Namespace) -> int:
-    """Install what sandboxes need on a Debian or Ubuntu machine."""
+    """Install what sandboxes, and the virtualenv of the controller's tools, need on a Debian or Ubuntu machine."""
     packages = missing_packages()
+    if importlib.util.find_spec("ensurepip") is None:
+        packages.append("python3-venv")
     if not packages:
         say("nothing to install: everything is here")
         return OK
@@ -769,7 +772,7 @@ def up(options: argparse.Namespace) -> int:
     binds_ro = [checked_bind(bind) for bind in options.bind_ro or []]
     started = time.monotonic()
     # One lock for all: the choice of a free port must be on record before the next `up` looks.
-    with locked(REPO / ".sandbox" / "ports.lock"):
+    with locked(REPO / ".sandbox" / ".ports.lock"):
         exists = (sandbox_home(name) / "sandbox.json").is_file()
         if exists:
             sandbox = load_sandbox(name)

@@ -1,9 +1,9 @@
 """Names the first true cause of a failed start from the engine's output, or says that nothing failed.
 
-`Scanner` reads line by line in constant memory; `diagnose` runs it over a whole log. Candidates for the cause are ranked by what
-they say (a known cause before an exception before a wrapper), then by how deep they come from (worker, engine core, API server,
-systemd), then by which came first; of a chain of exceptions the first counts. What is logged at WARNING and below, whatever it
-quotes, is never a failure.
+`Scanner` reads line by line in constant memory; `diagnose` runs it over a whole log. Candidates for the cause are
+ranked by what they say (a known cause before an exception before a wrapper), then by how deep they come from (worker,
+engine core, API server, systemd), then by which came first; of a chain of exceptions the first counts. What is logged
+at WARNING and below, whatever it quotes, is never a failure.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Optional, Union
+from typing import Any
 
-from .log_text import API, CORE, SYSTEMD, Line, parse, split_lines
+from .log_text import API, CORE, NATIVE, SYSTEMD, Line, parse, split_lines
 from .phases import KV_CACHE, ORDER, PROCESS, READY, WEIGHTS, Mark, mark_of
-from .signatures import Signature, Signatures, find, load_signatures
+from .signatures import RANKS, Signature, Signatures, find, load_signatures
 
 __all__ = ["Scanner", "Signatures", "diagnose", "load_signatures"]
 
 CONTEXT_BEFORE, CONTEXT_AFTER = 5, 5
 _CANDIDATES_KEPT = 64
 _CACHE_KEPT = 2048
+_CACHED_LENGTH = 400  # longer messages are rare, and would make the cache large
 _SOURCES_KEPT = 256
 
 # Ranks of what no signature names. A cause by signature has 100, see signatures.RANKS.
@@ -36,25 +37,38 @@ _RANK_ERROR = 35  # a line of level ERROR
 _SOURCE_PENALTY = 5  # quoted source code says the same as the exception below it, less well
 
 _EXCEPTION = re.compile(
-    r"(?P<name>(?:[A-Za-z_][\w]*\.)*[A-Za-z_]\w*(?:Error|Exception|Failed|Failure|Exit|Interrupt|Timeout|OutOfResources|NotFound"
-    r"|Expired|Mismatch|Unsupported|Invalid))(?:\([\w.]+\))?(?:: |:?$)"
+    r"(?P<name>(?:[A-Za-z_][\w]*\.)*[A-Za-z_]\w*(?:Error|Exception|Failed|Failure|Exit|Interrupt|Timeout"
+    r"|OutOfResources|NotFound|Expired|Mismatch|Unsupported|Invalid))(?:\([\w.]+\))?(?:: |:?\s*$)"
 )
-_IN_TRACEBACK = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\([\w.]+\))?(?:: |:?$)")
+_IN_TRACEBACK = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\([\w.]+\))?(?:: |:?\s*$)")
 _FRAME = re.compile(r"\s*File [\"“]")
 _VALIDATION = re.compile(r"\d+ validation errors? for ")
 _VALIDATION_DETAIL = re.compile(r"\s+(?:Value error, |Assertion failed, |[A-Z][^\n]* \[type=)")
-_OWN_END = {"KeyboardInterrupt", "CancelledError", "asyncio.CancelledError", "asyncio.exceptions.CancelledError", "SystemExit",
-            "GeneratorExit", "bdb.BdbQuit"}
+_OWN_END = {
+    "KeyboardInterrupt",
+    "CancelledError",
+    "asyncio.CancelledError",
+    "asyncio.exceptions.CancelledError",
+    "SystemExit",
+    "GeneratorExit",
+    "bdb.BdbQuit",
+}
 # Tracebacks that Python prints and forgets.
 _FORGOTTEN = ("Exception ignored in", "--- Logging error ---", "usage_lib", "_report_usage", "Exception ignored while")
 _BOILERPLATE = re.compile(
-    r"WorkerProc\(|EngineCoreProc\(|executor_class\(|super\(\)\.|_init_executor|_init_workers|run_method\(|func\(\*|fn\(\*|\.run\("
-    r"|_target\(|_bootstrap|run_until_complete|\bawait |async with|\byield\b|make_async_mp_client|make_client|MPClient\("
+    r"WorkerProc\(|EngineCoreProc\(|executor_class\(|super\(\)\.|_init_executor|_init_workers|run_method\(|func\(\*"
+    r"|fn\(\*|\.run\(|_target\(|_bootstrap|run_until_complete|\bawait |async with|\byield\b|make_async_mp_client|make_client|MPClient\("
     r"|launch_core_engines|next\(self\.gen\)|from_vllm_config|from_engine_args|run_engine_core|run_mp_engine|sys\.exit\("
-    r"|dispatch_function|collective_rpc|_run_workers|\braise\b|driver_worker|_call_impl|forward_call\(|engine_core\.run_busy_loop"
-    r"|wait_for_engine_startup|return f\(|cls\(|^[\s\^~]*$|return_value|worker_main|run_server|main\(\)|__init__\("
+    r"|dispatch_function|collective_rpc|_run_workers|\braise\b|driver_worker|_call_impl|forward_call\("
+    r"|engine_core\.run_busy_loop|wait_for_engine_startup|return f\(|cls\(|^[\s\^~]*$|return_value|worker_main|run_server|main\(\)|__init__\("
 )
 _QUOTED_CODE = re.compile(r"\s+(?:raise |[rf]?\"|[rf]?'|self\.|return |with |await |assert )")
+# A line without a level that nevertheless speaks like a service: enough to call a log benign, never to call it a
+# failure.
+_SMALL_TALK = re.compile(
+    r"(?i)\b(?:warn(?:ing)?|info|notice|deprecated|fall(?:ing)? ?back|disabl(?:ed|ing)|ignor(?:ed|ing)|skipp(?:ed|ing)"
+    r"|not supported|unavailable|not available|loading|starting|started|using|initiali[sz]ing|waiting)\b"
+)
 _JOIN_FROM = 60  # columns: a shorter line was not wrapped by a terminal
 _JOIN_LINES = 3
 _HANG_AFTER_S = 300
@@ -64,12 +78,35 @@ _HANG_REPEATS = 5
 class _Candidate:
     """A line that may be the cause. Slots: a chatty failing engine makes thousands of them."""
 
-    __slots__ = ("after", "before", "detail", "fatal", "joins", "level", "message", "name", "number", "phase", "rank", "shown",
-                 "signature", "tag", "tier")
+    __slots__ = (
+        "after",
+        "before",
+        "detail",
+        "fatal",
+        "joins",
+        "level",
+        "message",
+        "name",
+        "number",
+        "phase",
+        "rank",
+        "shown",
+        "signature",
+        "tag",
+        "tier",
+    )
 
-    def __init__(self, number: int, line: Line, rank: int, signature: Optional[Signature], phase: str, fatal: bool) -> None:
+    def __init__(
+        self, number: int, line: Line, rank: int, signature: Signature | None, phase: str, fatal: bool
+    ) -> None:
         self.number, self.rank, self.signature, self.phase, self.fatal = number, rank, signature, phase, fatal
-        self.shown, self.message, self.tier, self.tag, self.level = line.shown, line.message, line.tier, line.tag, line.level
+        self.shown, self.message, self.tier, self.tag, self.level = (
+            line.shown,
+            line.message,
+            line.tier,
+            line.tag,
+            line.level,
+        )
         self.before: list[str] = []
         self.after: list[str] = []
         self.name = ""
@@ -83,7 +120,18 @@ class _Candidate:
 class _Source:
     """What one process printed last: whether a traceback is open, and which chain it belongs to."""
 
-    __slots__ = ("after_frame", "chained", "errors", "forgotten", "frame", "in_chain", "open", "validation", "wrapped")
+    __slots__ = (
+        "after_frame",
+        "chained",
+        "errors",
+        "excused",
+        "forgotten",
+        "frame",
+        "in_chain",
+        "open",
+        "validation",
+        "wrapped",
+    )
 
     def __init__(self) -> None:
         self.open = False
@@ -91,14 +139,16 @@ class _Source:
         self.chained = False
         self.in_chain = 0
         self.forgotten = False
-        self.frame: Optional[_Candidate] = None
-        self.errors: Optional[_Candidate] = None
+        self.excused = False  # the last line was a known harmless one: a traceback below it belongs to it
+        self.frame: _Candidate | None = None
+        self.errors: _Candidate | None = None
         self.validation = False
-        self.wrapped: Optional[_Candidate] = None
+        self.wrapped: _Candidate | None = None
 
 
 class Scanner:
-    """Reads a log line by line. `feed` each line once, in order; ask `fatal()` while it runs and `result()` at its end."""
+    """Reads a log line by line. `feed` each line once, in order; ask `fatal()` while it runs and `result()` at its
+    end."""
 
     def __init__(self, signatures: Signatures) -> None:
         self._signatures = signatures
@@ -106,6 +156,7 @@ class Scanner:
         self._phase = PROCESS
         self._phase_seen = False
         self._ready = False
+        self._ready_at = 0
         self._stopped = False
         self._known = 0  # lines that look like the output of a service at all
         self._bars = 0
@@ -117,17 +168,18 @@ class Scanner:
         self._sources: dict[str, _Source] = {}
         self._recent: deque[str] = deque(maxlen=CONTEXT_BEFORE)
         self._collecting: list[_Candidate] = []
-        self._joining: Optional[tuple[_Candidate, str]] = None
-        self._found: dict[tuple[str, str], Optional[Signature]] = {}
-        self._marks: dict[tuple[str, str], Optional[Mark]] = {}
-        self._certain: Optional[_Candidate] = None
+        self._joining: tuple[_Candidate, str] | None = None
+        self._found: dict[tuple[str, str], Signature | None] = {}
+        self._marks: dict[tuple[str, str], Mark | None] = {}
+        self._certain: _Candidate | None = None
         self._wrapper_seen = False
         self._hang: dict[str, tuple[_Candidate, int]] = {}  # by kind of hang: the line and how often it was repeated
         self._last_other = 0
         self._last_progress_time = ""
         self._last_time = ""
 
-    # -- reading --------------------------------------------------------------------------------------------------------------
+    # -- reading
+    # --------------------------------------------------------------------------------------------------------------
 
     def feed(self, line: str) -> None:
         """Take one line without its end; a line with carriage returns in it is taken as several."""
@@ -175,7 +227,7 @@ class Scanner:
         if not (signature and signature.hang):
             self._last_other = self._number
 
-    def _mark(self, line: Line) -> Optional[Mark]:
+    def _mark(self, line: Line) -> Mark | None:
         message = line.message
         if not line.place or "%" in message:
             return mark_of(line)
@@ -188,12 +240,12 @@ class Scanner:
         self._marks[key] = mark
         return mark
 
-    def _find(self, pairs: tuple[tuple[str, Signature], ...], message: str, level: str) -> Optional[Signature]:
+    def _find(self, pairs: tuple[tuple[str, Signature], ...], message: str, level: str) -> Signature | None:
         key = (level, message)
         if key in self._found:
             return self._found[key]
         signature = find(pairs, message)
-        if len(message) <= 400:
+        if len(message) <= _CACHED_LENGTH:
             if len(self._found) >= _CACHE_KEPT:
                 self._found.clear()
             self._found[key] = signature
@@ -213,16 +265,29 @@ class Scanner:
         if new == READY:
             # The server is up, so nothing before this line ended the start.
             self._ready = True
+            self._ready_at = self._number
             for candidate in self._candidates:
                 candidate.fatal = False
             self._certain = None
             self._wrapper_seen = False
-        elif line.tier in {CORE, API} and not restarted:
+        elif not restarted and not self._wrapper_seen:
             for candidate in self._candidates:
-                if candidate.fatal and not candidate.signature and ORDER[new] > ORDER[candidate.phase]:
-                    candidate.fatal = False  # the engine went on
+                if candidate.fatal and self._went_on(candidate, mark, line):
+                    candidate.fatal = False
 
-    # -- lines that may be failures -------------------------------------------------------------------------------------------
+    @staticmethod
+    def _went_on(candidate: _Candidate, mark: Mark, line: Line) -> bool:
+        """Whether this progress shows that the engine outlived the candidate."""
+        signature = candidate.signature
+        later = ORDER[mark.phase] > ORDER[candidate.phase]
+        if later and line.tier in {CORE, API} and (signature is None or signature.rank < RANKS["cause"]):
+            return True
+        # Printed by nobody in particular, at no level: Python's own words about something that it dropped.
+        plain = candidate.tier == NATIVE and not candidate.level and (signature is None or signature.cls == "transient")
+        return plain and (later or mark.bar is not None) and ORDER[mark.phase] > ORDER["arguments"]
+
+    # -- lines that may be failures
+    # -------------------------------------------------------------------------------------------
 
     def _source(self, line: Line) -> _Source:
         key = f"{line.tag}:{line.pid}" if line.tag else ""
@@ -242,7 +307,9 @@ class Scanner:
         if "Traceback (most recent call last)" in message:
             self._open_traceback(source, line)
             return
-        if "xception" in message and any(text in message for text in ("During handling of the above", "was the direct cause")):
+        if "xception" in message and any(
+            text in message for text in ("During handling of the above", "was the direct cause")
+        ):
             source.chained = True
             self._last_other = self._number
             return
@@ -265,6 +332,7 @@ class Scanner:
         signature = self._find(self._signatures.errors, message, "E")
         if not (signature and signature.hang):
             self._last_other = self._number
+        source.excused = False
         if exception:
             self._exception(source, line, exception["name"], signature)
         elif signature:
@@ -277,6 +345,8 @@ class Scanner:
             self._add(line, _RANK_VALIDATION, None, fatal=True)
         elif line.level:
             source.errors = self._add(line, _RANK_ERROR, None, fatal=False)
+        elif not self._known and _SMALL_TALK.search(message):
+            self._known += 1
 
     def _open_traceback(self, source: _Source, line: Line) -> None:
         self._last_other = self._number
@@ -285,7 +355,7 @@ class Scanner:
         if head.strip():  # "Exception in worker ... while processing method init_device: NCCL error, Traceback ..."
             if signature:
                 self._signed(signature, line, in_source=False)
-            else:
+            elif line.level:
                 self._add(line, _RANK_LOGGED, None, fatal=True)
         elif line.level and source.errors and source.errors.message and not source.errors.signature:
             # logger.exception(str(error)): the text above the traceback is the exception's own.
@@ -293,6 +363,9 @@ class Scanner:
             source.errors.fatal = not self._ready
             self._lowest = (-1, -1, 0)
         source.errors = None
+        if source.excused:
+            source.excused = False
+            source.forgotten = True
         if not source.chained:
             source.in_chain = 0
         source.chained = False
@@ -310,12 +383,16 @@ class Scanner:
             if signature and signature.role in {"cause", "effect"}:
                 self._signed(signature, line, in_source=True)
                 return
-        if line.tier not in {API, SYSTEMD} and not _BOILERPLATE.search(message) and re.search(r"[\w\]]\(|=|\.", message):
+        if (
+            line.tier not in {API, SYSTEMD}
+            and not _BOILERPLATE.search(message)
+            and re.search(r"[\w\]]\(|=|\.", message)
+        ):
             candidate = _Candidate(self._number, line, _RANK_FRAME, None, self._phase, True)
             candidate.before = list(self._recent)
             source.frame = candidate
 
-    def _exception(self, source: _Source, line: Line, name: str, signature: Optional[Signature]) -> None:
+    def _exception(self, source: _Source, line: Line, name: str, signature: Signature | None) -> None:
         in_traceback, source.open = source.open, False
         forgotten, source.forgotten = source.forgotten, False
         source.frame = None
@@ -328,8 +405,8 @@ class Scanner:
         if forgotten:
             return
         short = name.rpartition(".")[2]
-        if name in _OWN_END or short in _OWN_END:
-            if short == "KeyboardInterrupt":
+        if name in _OWN_END or short in _OWN_END or short.endswith("nterrupt"):
+            if short.endswith("nterrupt"):
                 self._stop()
             self._harmless += 1
             return
@@ -349,6 +426,8 @@ class Scanner:
         self._known += 1
         if role == "benign":
             self._harmless += 1
+            if line.level in {"ERROR", "CRITICAL", ""}:
+                self._source(line).excused = True
             return
         if role == "stop":
             self._harmless += 1
@@ -369,6 +448,8 @@ class Scanner:
             del self._suspects[8:]
             return
         fatal = not (self._stopped and signature.rank < 100)
+        if self._ready and line.tier == API and role == "cause" and signature.cls in {"config", "model"}:
+            fatal = False  # somebody's bad request, not the end of the server
         rank = signature.rank - (_SOURCE_PENALTY if in_source else 0)
         candidate = self._add(line, rank, signature, fatal)
         candidate.name = name
@@ -389,7 +470,12 @@ class Scanner:
         """Look at an exception again together with the lines below it: a terminal may have wrapped it."""
         candidate, text = self._joining or (None, "")
         self._joining = None
-        if candidate is None or line.level or (line.tag and line.tag != candidate.tag) or candidate.joins >= _JOIN_LINES:
+        if (
+            candidate is None
+            or line.level
+            or (line.tag and line.tag != candidate.tag)
+            or candidate.joins >= _JOIN_LINES
+        ):
             return
         candidate.joins += 1
         if self._find(self._signatures.errors, line.message, "E"):
@@ -406,13 +492,13 @@ class Scanner:
         if not any(candidate.fatal for candidate in self._candidates):
             self._stopped = True
 
-    def _new(self, line: Line, rank: int, signature: Optional[Signature], fatal: bool) -> _Candidate:
+    def _new(self, line: Line, rank: int, signature: Signature | None, fatal: bool) -> _Candidate:
         candidate = _Candidate(self._number, line, rank, signature, self._phase, fatal)
         candidate.before = list(self._recent)
         self._collecting.append(candidate)
         return candidate
 
-    def _add(self, line: Line, rank: int, signature: Optional[Signature], fatal: bool) -> _Candidate:
+    def _add(self, line: Line, rank: int, signature: Signature | None, fatal: bool) -> _Candidate:
         candidate = self._new(line, rank, signature, fatal)
         full = len(self._candidates) >= _CANDIDATES_KEPT
         if full and candidate.key() <= self._lowest:
@@ -424,13 +510,16 @@ class Scanner:
             self._lowest = min(item.key() for item in self._candidates)
         return candidate
 
-    # -- answers --------------------------------------------------------------------------------------------------------------
+    # -- answers
+    # --------------------------------------------------------------------------------------------------------------
 
-    def fatal(self) -> Optional[dict[str, Any]]:
-        """The diagnosis once the start has certainly failed, else None. For a live wait: cheap, to be asked after each line.
+    def fatal(self) -> dict[str, Any] | None:
+        """The diagnosis once the start has certainly failed, else None. For a live wait: cheap, to be asked after
+        each line.
 
-        Certain means that the engine said so itself: an argument parser's last words, or "engine core failed" together with a
-        cause. It says nothing while only the wrapper was printed, since the traceback with the cause comes after it.
+        Certain means that the engine said so itself: an argument parser's last words, or "engine core failed"
+        together with a cause. It says nothing while only the wrapper was printed, since the traceback with the cause
+        comes after it.
         """
         if self._certain is not None:
             return self._fatal_result(self._certain) if self._certain.fatal else None
@@ -439,10 +528,14 @@ class Scanner:
         best = self._best()
         return self._fatal_result(best) if best and best.rank >= _RANK_VALIDATION else None
 
-    def _best(self) -> Optional[_Candidate]:
+    def _best(self) -> _Candidate | None:
         fatal = [candidate for candidate in self._candidates if candidate.fatal]
         if not fatal:
             return None
+        if (
+            self._ready and self._wrapper_seen
+        ):  # the engine died while serving: what was one failed request is now the cause
+            fatal += [item for item in self._candidates if item.number > self._ready_at and item.rank >= _RANK_LATER]
         best = max(fatal, key=_Candidate.key)
         if best.rank <= _RANK_SUSPECT and self._suspects:
             return max(self._suspects, key=_Candidate.key)
@@ -452,7 +545,7 @@ class Scanner:
                 return max(frames, key=_Candidate.key)
         return best
 
-    def _hung(self) -> Optional[_Candidate]:
+    def _hung(self) -> _Candidate | None:
         for candidate, repeats in self._hang.values():
             kind = candidate.signature.hang if candidate.signature else None
             if candidate.number <= self._last_other:
@@ -466,7 +559,8 @@ class Scanner:
         return None
 
     def result(self, ended: bool = True) -> dict[str, Any]:
-        """The diagnosis of what was read. `ended` False says that the log is still being written, so that silence is no hang."""
+        """The diagnosis of what was read. `ended` False says that the log is still being written, so that silence is
+        no hang."""
         best = self._best()
         if best is None:
             best = _open_frame(self._sources) if not self._ready and not self._stopped else None
@@ -529,8 +623,12 @@ _NO_FAILURE = {
 }
 
 
-def _open_frame(sources: dict[str, _Source]) -> Optional[_Candidate]:
-    frames = [source.frame for source in sources.values() if source.frame and source.open and source.frame.level in {"ERROR", "CRITICAL"}]
+def _open_frame(sources: dict[str, _Source]) -> _Candidate | None:
+    frames = [
+        source.frame
+        for source in sources.values()
+        if source.frame and source.open and source.frame.level in {"ERROR", "CRITICAL"}
+    ]
     return max(frames, key=_Candidate.key, default=None)
 
 
@@ -547,18 +645,36 @@ def _seconds_between(earlier: str, later: str) -> float:
 _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
     (re.compile(pattern), cls, remedy)
     for pattern, cls, remedy in (
-        (r"CUDA error|cuda runtime error|NVML|NVRM|cuBLAS|CUBLAS|cudnn|illegal memory access|device-side assert|NCCL", "host",
-         "check the GPUs (nvidia-smi, kernel log) and the driver before the next start"),
-        (r"No space left|Read-only file system|Input/output error|Permission denied|Too many open files|Cannot allocate memory",
-         "host", "free or repair what the message names (disk, rights, limits) and start again"),
-        (r"^(?:[\w.]*\.)?(?:TimeoutError|\w*Timeout|ConnectionError|ConnectionResetError|ConnectionRefusedError|gaierror)\b|timed out",
-         "transient", "start again; when it comes back, look at what was waited for"),
-        (r"safetensor|checkpoint|state_dict|weight|tensor|\.json\b|tokenizer", "model",
-         "compare the model folder with its manifest, and the model with what this engine release supports"),
-        (r"^(?:[\w.]*\.)?(?:ModuleNotFoundError|ImportError)\b", "config",
-         "install what is missing into this variant's engine virtualenv, or pin the release that had it"),
-        (r"^(?:[\w.]*\.)?(?:FileNotFoundError|NotADirectoryError|IsADirectoryError)\b", "model",
-         "check that the path exists and is readable for the service user"),
+        (
+            r"CUDA error|cuda runtime error|NVML|NVRM|cuBLAS|CUBLAS|cudnn|illegal memory|device-side assert|NCCL",
+            "host",
+            "check the GPUs (nvidia-smi, kernel log) and the driver before the next start",
+        ),
+        (
+            r"No space left|Read-only file system|Input/output error|Permission denied|Too many open|Cannot allocate",
+            "host",
+            "free or repair what the message names (disk, rights, limits) and start again",
+        ),
+        (
+            r"^(?:[\w.]*\.)?(?:TimeoutError|\w*Timeout|Connection\w*Error|gaierror)\b|timed out",
+            "transient",
+            "start again; when it comes back, look at what was waited for",
+        ),
+        (
+            r"safetensor|checkpoint|state_dict|weight|tensor|\.json\b|tokenizer",
+            "model",
+            "compare the model folder with its manifest, and the model with what this engine release supports",
+        ),
+        (
+            r"^(?:[\w.]*\.)?(?:ModuleNotFoundError|ImportError)\b",
+            "config",
+            "install what is missing into this variant's engine virtualenv, or pin the release that had it",
+        ),
+        (
+            r"^(?:[\w.]*\.)?(?:FileNotFoundError|NotADirectoryError|IsADirectoryError)\b",
+            "model",
+            "check that the path exists and is readable for the service user",
+        ),
     )
 )
 
@@ -567,15 +683,18 @@ def _guess(best: _Candidate) -> tuple[str, str]:
     for pattern, cls, remedy in _GUESSES:
         if pattern.search(best.message):
             return cls, "not recognised; " + remedy
-    return "config", "not recognised; read the context, and compare this variant's arguments and engine release with the last good one"
+    return (
+        "config",
+        "not recognised; read the context, and compare this variant's arguments and engine with the last good one",
+    )
 
 
-def diagnose(log: Union[str, Iterable[str]], signatures: Signatures, ended: bool = True) -> dict[str, Any]:
+def diagnose(log: str | Iterable[str], signatures: Signatures, ended: bool = True) -> dict[str, Any]:
     """Diagnose a whole log: text, or an iterable of lines. Constant memory where the iterable is a generator.
 
-    Returns ``verdict`` (fatal, benign, alive, unknown), ``phase``, ``root_cause`` (the line as it stands, without escape codes,
-    or None), ``signature`` (its id or None), ``class``, ``remedy``, ``recognised``, ``line`` (its number, from 1),
-    ``printed_by`` and ``context`` (up to `CONTEXT_BEFORE` lines before and `CONTEXT_AFTER` after).
+    Returns ``verdict`` (fatal, benign, alive, unknown), ``phase``, ``root_cause`` (the line as it stands, without
+    escape codes, or None), ``signature`` (its id or None), ``class``, ``remedy``, ``recognised``, ``line`` (its
+    number, from 1), ``printed_by`` and ``context`` (up to `CONTEXT_BEFORE` lines before and `CONTEXT_AFTER` after).
     """
     scanner = Scanner(signatures)
     for line in split_lines(log) if isinstance(log, str) else log:

@@ -1,34 +1,59 @@
 """What a load is doing, from the engine's output and a clock: phase, percent, time left, and whether it still moves.
 
-`LoadWatch` is fed raw output as it comes and never reads a clock itself. Progress is told from noise: a line that was printed
-before, word for word, moves nothing (a waiting engine repeats itself for ever), a shard bar that counts up does. Work that
-prints nothing is reported through `activity`; what it is worth depends on the phase, because a hung collective spins the
-processor too.
+`LoadWatch` is fed raw output as it comes and never reads a clock itself. Progress is told from noise: a line that was
+printed before, word for word, moves nothing (a waiting engine repeats itself for ever), a shard bar that counts up
+does. Work that prints nothing is reported through `activity`; what it is worth depends on the phase, because a hung
+collective spins the processor too.
 """
 
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any, Optional
+from typing import Any
 
 from .log_text import Line, parse, split_lines
 from .phases import (
-    API, ARGUMENTS, COMPILE, CONFIG, DISTRIBUTED, GRAPHS, KV_CACHE, ORDER, PHASES, POST_LOAD, PROCESS, READY, WARMUP, WEIGHTS,
-    Bar, Mark, mark_of,
+    API,
+    ARGUMENTS,
+    COMPILE,
+    CONFIG,
+    DISTRIBUTED,
+    GRAPHS,
+    KV_CACHE,
+    ORDER,
+    PHASES,
+    POST_LOAD,
+    PROCESS,
+    READY,
+    WARMUP,
+    WEIGHTS,
+    Bar,
+    Mark,
+    mark_of,
 )
 
-# Seconds without progress after which a phase counts as stalled. NCCL's own watchdog takes 600 s to speak, a healthy rendezvous
-# of 8 ranks well under a minute. A single torch.compile or autotune step was seen to take 37 minutes with the processor busy.
+# Seconds without progress after which a phase counts as stalled. NCCL's own watchdog takes 600 s to speak, a healthy
+# rendezvous of 8 ranks well under a minute. A single torch.compile or autotune step was seen to take 37 minutes with
+# the processor busy.
 STALL_LIMITS_S: dict[str, float] = {
-    PROCESS: 300.0, ARGUMENTS: 300.0, CONFIG: 600.0, DISTRIBUTED: 300.0, WEIGHTS: 600.0, POST_LOAD: 900.0, COMPILE: 900.0,
-    KV_CACHE: 600.0, GRAPHS: 600.0, WARMUP: 900.0, API: 300.0, READY: float("inf"),
+    PROCESS: 300.0,
+    ARGUMENTS: 300.0,
+    CONFIG: 600.0,
+    DISTRIBUTED: 300.0,
+    WEIGHTS: 600.0,
+    POST_LOAD: 900.0,
+    COMPILE: 900.0,
+    KV_CACHE: 600.0,
+    GRAPHS: 600.0,
+    WARMUP: 900.0,
+    API: 300.0,
+    READY: float("inf"),
 }
 
-# What `activity(what)` is worth in a phase. "strong" counts like a new line; "weak" stretches the limit by WEAK_FACTOR and no
-# more, since a spinning wait looks the same; what is not listed counts for nothing.
+# What `activity(what)` is worth in a phase. "strong" counts like a new line; "weak" stretches the limit by
+# WEAK_FACTOR and no more, since a spinning wait looks the same; what is not listed counts for nothing.
 WEAK_FACTOR = 4.0
 _EVIDENCE: dict[str, dict[str, str]] = {
     PROCESS: {"cpu": "strong", "disk": "strong", "gpu_memory": "strong"},
@@ -45,11 +70,21 @@ _EVIDENCE: dict[str, dict[str, str]] = {
     READY: {},
 }
 
-# Share of a load that each phase takes, in percent, for a host that has no history: large models on local disks. Only the
-# percent is made from it, never a time.
+# Share of a load that each phase takes, in percent, for a host that has no history: large models on local disks. Only
+# the percent is made from it, never a time.
 _USUAL_SHARE: dict[str, float] = {
-    PROCESS: 3, ARGUMENTS: 1, CONFIG: 3, DISTRIBUTED: 3, WEIGHTS: 60, POST_LOAD: 5, COMPILE: 10, KV_CACHE: 2, GRAPHS: 8,
-    WARMUP: 3, API: 2, READY: 0,
+    PROCESS: 3,
+    ARGUMENTS: 1,
+    CONFIG: 3,
+    DISTRIBUTED: 3,
+    WEIGHTS: 60,
+    POST_LOAD: 5,
+    COMPILE: 10,
+    KV_CACHE: 2,
+    GRAPHS: 8,
+    WARMUP: 3,
+    API: 2,
+    READY: 0,
 }
 
 # A load passes these twice: a draft model is loaded after the target, graphs are captured after the first warm-up.
@@ -71,16 +106,18 @@ _HEARTBEATS = (
 HISTORY_KEPT = 5
 _SEEN_KEPT = 4096
 _PARTIAL_KEPT = 65536
+_LONGEST_S = 1e7  # no load takes months; such a number is damage
 
 
 class LoadWatch:
-    """Follows one load. `history` is what `merge_history` returned (or one `record`), `now_s` a monotonic clock's reading.
+    """Follows one load. `history` is what `merge_history` returned (or one `record`), `now_s` a monotonic clock's
+    reading.
 
     `stall_limits_s` replaces single limits of `STALL_LIMITS_S`; an unknown phase name there is a ValueError.
     """
 
     def __init__(
-        self, history: Optional[Mapping[str, Any]], now_s: float, stall_limits_s: Optional[Mapping[str, float]] = None
+        self, history: Mapping[str, Any] | None, now_s: float, stall_limits_s: Mapping[str, float] | None = None
     ) -> None:
         unknown = sorted(set(stall_limits_s or {}) - set(PHASES))
         if unknown:
@@ -92,8 +129,8 @@ class LoadWatch:
         self._phase_since_s = now_s
         self._spent: dict[str, float] = {}
         self._partial = ""
-        self._bar: Optional[Bar] = None
-        self._bar_first: Optional[tuple[float, int]] = None
+        self._bar: Bar | None = None
+        self._bar_first: tuple[float, int] | None = None
         self._bar_last_s = now_s
         self._strong_s = now_s
         self._weak_s = now_s
@@ -101,7 +138,7 @@ class LoadWatch:
         self._last_line = ""
         self._seen: dict[str, None] = {}
         self._percent = 0.0
-        self._ready_s: Optional[float] = None
+        self._ready_s: float | None = None
         self._changes: dict[str, None] = {}
         self._draft = False
 
@@ -172,7 +209,8 @@ class LoadWatch:
         return True
 
     def activity(self, now_s: float, what: str) -> None:
-        """Evidence of work besides the output: `what` is "cpu", "disk" or "gpu_memory" (anything else is a ValueError)."""
+        """Evidence of work besides the output: `what` is "cpu", "disk" or "gpu_memory" (anything else is a
+        ValueError)."""
         if what not in {"cpu", "disk", "gpu_memory"}:
             raise ValueError(f"activity: found {what!r}, expected cpu, disk or gpu_memory")
         worth = _EVIDENCE[self._phase].get(what)
@@ -187,7 +225,7 @@ class LoadWatch:
         """Part of the current phase that is done, 0 to 1, where its steps are counted."""
         return self._bar.n / self._bar.total if self._bar else 0.0
 
-    def _bar_left_s(self) -> Optional[float]:
+    def _bar_left_s(self) -> float | None:
         """Seconds until the bar is full at the rate since its first state; None before two states were seen."""
         if not self._bar or not self._bar_first:
             return None
@@ -197,7 +235,7 @@ class LoadWatch:
             return None
         return spent / steps * (self._bar.total - self._bar.n)
 
-    def _left(self, now_s: float) -> tuple[Optional[float], Optional[str]]:
+    def _left(self, now_s: float) -> tuple[float | None, str | None]:
         if self._phase == READY:
             return 0.0, None
         rate = self._bar_left_s()
@@ -228,7 +266,8 @@ class LoadWatch:
         return self._percent
 
     def snapshot(self, now_s: float) -> dict[str, Any]:
-        """State of the load now: see docs/diagnosis.md for every key. Seconds everywhere; `remaining_s` None = not known."""
+        """State of the load now: see docs/diagnosis.md for every key. Seconds everywhere; `remaining_s` None = not
+        known."""
         left, left_from = self._left(now_s)
         limit = self._limits[self._phase]
         quiet = max(0.0, now_s - max(self._strong_s, self._weak_s))
@@ -247,7 +286,7 @@ class LoadWatch:
             "evidence": self._evidence(now_s, quiet, no_progress, limit, stalled),
         }
 
-    def _detail(self, left_from: Optional[str]) -> str:
+    def _detail(self, left_from: str | None) -> str:
         parts = []
         if self._bar:
             noun = {WEIGHTS: "shards", GRAPHS: "graphs"}.get(self._phase, "steps")
@@ -255,8 +294,9 @@ class LoadWatch:
             parts.append(f"{self._bar.n} of {self._bar.total} {noun}{model}")
         if self._phase != READY and not self._history:
             parts.append(
-                "time left for the weights only, no earlier load on this host" if left_from else
-                "no earlier load on this host to tell the time left from"
+                "time left for the weights only, no earlier load on this host"
+                if left_from
+                else "no earlier load on this host to tell the time left from"
             )
         return "; ".join(parts)
 
@@ -296,7 +336,7 @@ class LoadWatch:
         return list(self._changes)
 
 
-def merge_history(history: Optional[Mapping[str, Any]], record: Mapping[str, Any]) -> dict[str, Any]:
+def merge_history(history: Mapping[str, Any] | None, record: Mapping[str, Any]) -> dict[str, Any]:
     """The history with a finished load added; the last `HISTORY_KEPT` are kept, an unfinished one changes nothing."""
     loads = [load for load in (history or {}).get("loads", []) if isinstance(load, Mapping)]
     if record.get("finished"):
@@ -304,7 +344,7 @@ def merge_history(history: Optional[Mapping[str, Any]], record: Mapping[str, Any
     return {"loads": loads[-HISTORY_KEPT:]}
 
 
-def typical_load(history: Optional[Mapping[str, Any]]) -> dict[str, float]:
+def typical_load(history: Mapping[str, Any] | None) -> dict[str, float]:
     """Median seconds of each phase over a history (or over one record); {} where it holds nothing usable.
 
     A history file is read after crashes and by other releases, so whatever is not a number of seconds is skipped.
@@ -321,49 +361,88 @@ def typical_load(history: Optional[Mapping[str, Any]]) -> dict[str, float]:
             continue
         for name in PHASES:
             seconds = phases.get(name)
-            if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < 1e7:
+            if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < _LONGEST_S:
                 seen.setdefault(name, []).append(float(seconds))
     return {name: median(values) for name, values in seen.items()}
 
 
-# What an engine says when it serves something else than it was asked for. Patterns over the message; group 1 and 2 fill the text.
+# What an engine says when it serves something else than it was asked for. Patterns over the message; group 1 and 2
+# fill the text.
 _CHANGES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), text)
     for pattern, text in (
-        (r"Async scheduling not supported with (\S+)-based spec", "async scheduling off: not supported with {0} speculation"),
+        (
+            r"Async scheduling not supported with (\S+)-based spec",
+            "async scheduling off: not supported with {0} speculation",
+        ),
         (r"Async(?:hronous)? scheduling (?:is|will be) disabled(?: because (.{1,120}))?", "async scheduling off: {0}"),
         (r"Async scheduling is not compatible with (.{1,80}?) and will be disabled", "async scheduling off: {0}"),
-        (r"Model Runner V2 (?:does not yet support|requires) (.{1,120}?); using the V1 model runner", "model runner V1: V2 lacks {0}"),
+        (
+            r"Model Runner V2 (?:does not yet support|requires) (.{1,120}?); using the V1 model runner",
+            "model runner V1: V2 lacks {0}",
+        ),
         (r"Using V2 Model Runner", "model runner V2"),
-        (r"(.{0,80}?)[Oo]verriding cudagraph_mode(?: from)?(?: (\S+))? to (\w+)", "cudagraph mode {2} instead of {1}: {0}"),
-        (r"Cudagraph mode (\S+) is not compatible with (.{1,60}?)\. Overriding to (\w+)", "cudagraph mode {2} instead of {0}: {1}"),
+        (
+            r"(.{0,80}?)[Oo]verriding cudagraph_mode(?: from)?(?: (\S+))? to (\w+)",
+            "cudagraph mode {2} instead of {1}: {0}",
+        ),
+        (
+            r"Cudagraph mode (\S+) is not compatible with (.{1,60}?)\. Overriding to (\w+)",
+            "cudagraph mode {2} instead of {0}: {1}",
+        ),
         (r"Setting cudagraph_mode to (\w+)", "cudagraph mode {0}"),
         (r"(?:Skipping CUDA graph capture|Cudagraph is disabled|Enforce eager set)", "CUDA graphs off"),
         (r"CUDA graph is not supported for (.{1,60}?),? ?fall", "CUDA graphs off: not supported for {0}"),
         (r"Truncating max_cudagraph_capture_size to (\d+)", "largest captured graph cut to {0}"),
         (r"Custom allreduce is disabled because (.{1,90}?)(?:\.|$)", "custom all-reduce off: {0}"),
         (r"Auto-fit max_model_len: reduced from (\d+) to (\d+)", "max_model_len {1} instead of {0}"),
-        (r"max_num_scheduled_tokens is set to (\d+) based on the spec", "max_num_scheduled_tokens {0} because of speculation"),
+        (
+            r"max_num_scheduled_tokens is set to (\d+) based on the spec",
+            "max_num_scheduled_tokens {0} because of speculation",
+        ),
         (r"Defaulted num_speculative_tokens to (\d+)", "num_speculative_tokens {0} by default"),
         (r"Casting (torch\.\w+) to (torch\.\w+)", "dtype {1} instead of {0}"),
         (r"(?:Hybrid KV cache manager is disabled|Turning off hybrid kv cache manager)", "hybrid KV cache manager off"),
-        (r"min_p and logit_bias parameters won't work with spec", "min_p and logit_bias refused because of speculation"),
+        (
+            r"min_p and logit_bias parameters won't work with spec",
+            "min_p and logit_bias refused because of speculation",
+        ),
         (r"Dynamic speculative decoding is not supported with data par", "dynamic speculation off: data parallel"),
-        (r"Default vLLM sampling parameters have been overridden by .{1,60}?: `(.{1,120}?)`", "sampling defaults from the model: {0}"),
+        (
+            r"Default vLLM sampling parameters have been overridden by .{1,60}?: `(.{1,120}?)`",
+            "sampling defaults from the model: {0}",
+        ),
         (r"Falling back to (.{1,60}?)(?:\.| for |$)", "fallback: {0}"),
-        (r"Overriding draft model max(?:_position_embeddings|.model.len) from (\d+) to (?:.*?\()?(\d+)", "draft max_model_len {1} instead of {0}"),
+        (
+            r"Overriding draft model max(?:_position_embeddings|.model.len) from (\d+) to (?:.*?\()?(\d+)",
+            "draft max_model_len {1} instead of {0}",
+        ),
     )
 )
 _CHANGE_WORDS = (
-    "scheduling", "Runner", "cudagraph", "Cudagraph", "CUDA graph", "eager", "allreduce", "Auto-fit", "Defaulted", "Casting", "ybrid",
-    "logit_bias", "speculative", "overridden", "Falling back", "verriding",
+    "scheduling",
+    "Runner",
+    "cudagraph",
+    "Cudagraph",
+    "CUDA graph",
+    "eager",
+    "allreduce",
+    "Auto-fit",
+    "Defaulted",
+    "Casting",
+    "ybrid",
+    "logit_bias",
+    "speculative",
+    "overridden",
+    "Falling back",
+    "verriding",
 )
 _NGRAM = re.compile(r"'method': '(?:ngram|ngram_gpu)'[^}]*\}")
 _LOOKUP = re.compile(r"'prompt_lookup_(min|max)': (\d+)")
 _GRAPH_MODE = re.compile(r"'?cudagraph_mode'?[:=] ?<CUDAGraphMode\.(\w+)")
 
 
-def change_of(line: Line) -> Optional[str]:
+def change_of(line: Line) -> str | None:
     """The sentence for a line in which the engine says that it departs from its arguments, or None."""
     message = line.message
     if line.level in {"ERROR", "CRITICAL"}:
@@ -378,11 +457,15 @@ def change_of(line: Line) -> Optional[str]:
     for pattern, text in _CHANGES:
         match = pattern.search(message)
         if match:
-            return text.format(*((group or "").strip(" .;,") for group in match.groups())).rstrip(": ").replace("instead of : ", ": ")
+            return (
+                text.format(*((group or "").strip(" .;,") for group in match.groups()))
+                .rstrip(": ")
+                .replace("instead of : ", ": ")
+            )
     return None
 
 
-def _lookup_change(message: str) -> Optional[str]:
+def _lookup_change(message: str) -> str | None:
     ngram = _NGRAM.search(message)
     bounds = dict(_LOOKUP.findall(ngram[0])) if ngram else {}
     if len(bounds) != 1:

@@ -1,8 +1,8 @@
 """Log lines as an engine host prints them: escape codes off, carriage returns apart, prefixes told from the message.
 
-One line can carry, from the outside in: a syslog or ISO time with host and program (journald), a container name, one or more
-process tags such as ``(Worker_TP0 pid=97)`` or ``[rank0]:``, and a logger's level, time and place. Every reader of a log in this
-package works on the `Line` that is left, so a new prefix is taught here once.
+One line can carry, from the outside in: a syslog or ISO time with host and program (journald), a container name, one
+or more process tags such as ``(Worker_TP0 pid=97)`` or ``[rank0]:``, and a logger's level, time and place. Every
+reader of a log in this package works on the `Line` that is left, so a new prefix is taught here once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Optional
+from typing import NamedTuple
+
+_BYTE = range(256)
 
 # Where a line comes from, deepest first: a worker knows why it died, systemd only knows that something did.
 KERNEL, WORKER, NATIVE, CORE, API, SYSTEMD = 6, 5, 4, 3, 2, 1
@@ -21,10 +23,13 @@ ANSI = re.compile(r"\x1b(?:" + _CSI + r"|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[()][A-Z
 _WRITTEN_ANSI = re.compile(r"(?:\^\[|#033|\\x1b|\\u001b|\\033|\\e)" + _CSI)
 
 _JOURNAL = re.compile(
-    r"(?:- )?(?:[A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d(?:\.\d+)?|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?) +"
-    r"(?:(?:[\w.-]+ +)?(?P<ident>\([^()\s]+\)|[\w.@/:-]+?)\[(?P<pid>\d+)\]: ?|[\w.-]+ +(?P<kernel>kernel): ?|(?P<none>))"
+    r"(?:- )?(?:[A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d(?:\.\d+)?"
+    r"|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?) +"
+    r"(?:(?:[\w.-]+ +)?(?P<ident>\([^()\s]+\)|[\w.@/:-]+?)\[(?P<pid>\d+)\]: ?"
+    r"|[\w.-]+ +(?P<kernel>kernel): ?|)"
 )
 _IDENT = re.compile(r"(?:[\w.-]+ )?(?P<ident>systemd(?:-\w+)?|kernel)(?:\[\d+\])?: ")
+_DMESG = re.compile(r"\[ *\d+\.\d+\] ")
 _CONTAINER = re.compile(r"(?:\[[\w./-]+\]: |[\w.-]+ +\| )")
 _TAG = re.compile(
     r"\((?P<name>[A-Za-z_][\w.:-]*)(?:,? [^()]*?)?(?: |, )?pid=(?P<pid>\d+)[^()]*\) ?|(?:\[|^)(?P<rank>rank\d+)\]: ?"
@@ -34,18 +39,34 @@ _LEVEL = re.compile(
     r"|(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL):? +"
     r"(?:(?:\d{4}-)?(?P<time>\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)? )?(?:(?P<place>\[?[\w./-]+\.py:\d+\]) ?)?"
     r"|(?P<place2>\[[\w./-]+\.py:\d+\]) "
-    r"|(?:(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)? )?(?:- |\| )(?P<level2>DEBUG|INFO|WARNING|ERROR|CRITICAL)\b *(?:- |\| )?)"
+    r"|(?:(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)? )?"
+    r"(?:- |\| )(?P<level2>DEBUG|INFO|WARNING|ERROR|CRITICAL)\b *(?:- |\| )?)"
 )
+_LEVELS = {"WARN": "WARNING", "FATAL": "CRITICAL"}
 _KLEVEL = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
-_WARNING_CLASS = re.compile(r"(?:^|: )\w*Warning: ")
+_WARNING_CLASS = re.compile(r"(?:^ *|: )\w*Warning: ")
+# What is left of a prefix whose beginning was cut off.
+_CUT_PREFIX = re.compile(
+    r"[^\n]{0,120}?\b(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<time>\d\d-\d\d \d\d:\d\d:\d\d)[.,\d]* "
+    r"(?P<place>\[?[\w./-]+\.py:\d+\]) ?)"
+)
+_CUT_TAG = re.compile(r"[\w.: ]*\bpid=\d+\) ?")
 
-_WORKER_FILES = ("multiproc_executor", "multiproc_worker_utils", "worker", "ProcessGroupNCCL", "ray_utils", "ray_executor")
+_WORKER_FILES = (
+    "multiproc_executor",
+    "multiproc_worker_utils",
+    "worker",
+    "ProcessGroupNCCL",
+    "ray_utils",
+    "ray_executor",
+)
 _CORE_FILES = ("core", "engine", "async_llm_engine", "llm_engine", "mp_engine")
 _API_FILES = ("api_server", "launcher", "async_llm", "core_client", "serve", "entry", "client")
 
 
 class Line(NamedTuple):
-    """One line: `shown` as it stands without escape codes, `message` without any prefix; `tier` says how deep it comes from."""
+    """One line: `shown` as it stands without escape codes, `message` without any prefix; `tier` says how deep it
+    comes from."""
 
     shown: str
     message: str
@@ -66,31 +87,90 @@ def split_lines(text: str) -> list[str]:
     """Lines of a text; each state of a carriage-return progress bar is a line of its own, empty ones are dropped."""
     if "\r" not in text:
         return text.split("\n")
-    return [piece for line in text.split("\n") for piece in (line.rstrip("\r").split("\r") if "\r" in line else (line,)) if piece]
+    return [
+        piece
+        for line in text.split("\n")
+        for piece in (line.rstrip("\r").split("\r") if "\r" in line else (line,))
+        if piece
+    ]
+
+
+# The first that fits a lower-case tag decides.
+_TAG_TIERS: tuple[tuple[re.Pattern[str], int], ...] = (
+    (re.compile(r"kernel$"), KERNEL),
+    (re.compile(r"systemd|\(.*\)$"), SYSTEMD),
+    (re.compile(r".*worker|rank"), WORKER),
+    (re.compile(r".*enginecore|engine|dpcoordinator"), CORE),
+    (re.compile(r"api_?server|frontend"), API),
+)
 
 
 def _tier(tag: str, place: str) -> int:
-    name = tag.lower()
-    if name:
-        if name == "kernel":
-            return KERNEL
-        if name.startswith("systemd") or (name.startswith("(") and name.endswith(")")):
-            return SYSTEMD
-        if "worker" in name or name.startswith("rank"):
-            return WORKER
-        if "enginecore" in name or name.startswith(("engine", "dpcoordinator")):
-            return CORE
-        if name.startswith(("apiserver", "api_server", "frontend")):
-            return API
+    if tag:
+        name = tag.lower()
+        for pattern, tier in _TAG_TIERS:
+            if pattern.match(name):
+                return tier
     stem = place.partition(".")[0]
-    if stem:
-        if stem in _API_FILES:
-            return API
-        if stem in _CORE_FILES:
-            return CORE
-        if any(part in stem for part in _WORKER_FILES):
-            return WORKER
-    return NATIVE
+    if not stem:
+        return NATIVE
+    if stem in _API_FILES:
+        return API
+    if stem in _CORE_FILES:
+        return CORE
+    return WORKER if any(part in stem for part in _WORKER_FILES) else NATIVE
+
+
+def _outer(text: str) -> tuple[int, str, str]:
+    """Where the journal's, kernel's and container's prefixes end, and the tag and pid that they give."""
+    pos = 0
+    tag = pid = ""
+    head = text[:1]
+    if head == "[":
+        match = _DMESG.match(text)
+        if match:
+            return match.end(), "kernel", ""
+        match = _CONTAINER.match(text)
+        return (match.end() if match else 0), "", ""
+    if not (head.isalnum() or head == "-"):
+        return 0, "", ""
+    while True:  # a container's log inside a journal has two
+        match = _JOURNAL.match(text, pos)
+        if not match:
+            break
+        pos = match.end()
+        ident = match["ident"] or ""
+        pid = match["pid"] or pid
+        if match["kernel"]:
+            tag = "kernel"
+        elif ident.startswith(("systemd", "(", "kernel")):
+            tag = ident
+    if pos:
+        return pos, tag, pid
+    match = _IDENT.match(text)
+    if match:
+        return match.end(), match["ident"], ""
+    match = _CONTAINER.match(text)
+    if match:
+        inner = _JOURNAL.match(text, match.end())
+        return (inner or match).end(), "", ""
+    return 0, "", ""
+
+
+def _logger(text: str, pos: int, tag: str) -> tuple[str, str, str, int]:
+    """Level, place and time that a logger put before the message, and where the message begins."""
+    match = _LEVEL.match(text, pos)
+    if match:
+        level = match["level"] or match["level2"] or _KLEVEL.get(match["klevel"] or "", "")
+        place = (match["place"] or match["place2"] or match["cfile"] or "").strip("[]").rpartition("/")[2]
+        return _LEVELS.get(level, level), place, match["time"] or "", match.end()
+    if not tag and (".py:" in text[pos : pos + 200] or "pid=" in text[pos : pos + 60]):
+        match = _CUT_PREFIX.match(text, pos)
+        if match:
+            return match["level"], match["place"].strip("[]").rpartition("/")[2], match["time"], match.end()
+        match = _CUT_TAG.match(text, pos)
+        return "", "", "", match.end() if match else pos
+    return "", "", "", pos
 
 
 def parse(raw: str) -> Line:
@@ -99,50 +179,19 @@ def parse(raw: str) -> Line:
     text = shown
     if "[" in text and ("^[" in text or "#033" in text or "\\" in text):
         text = _WRITTEN_ANSI.sub("", text)
-    pos = 0
-    tag = pid = ""
-    head = text[:1]
-    if head.isalpha() or head.isdigit() or head == "-":
-        match = _JOURNAL.match(text)
-        if match:
-            pos = match.end()
-            if match["kernel"]:
-                tag = "kernel"
-            elif match["ident"]:
-                ident = match["ident"]
-                tag = ident if ident.startswith(("systemd", "(", "kernel")) else ""
-                pid = match["pid"]
-        else:
-            match = _IDENT.match(text) or _CONTAINER.match(text)
-            if match:
-                pos = match.end()
-                tag = match.groupdict().get("ident") or ""
-    elif head == "[":
-        match = _CONTAINER.match(text)
-        pos = match.end() if match else 0
-    next_char = text[pos : pos + 1]
-    while next_char in {"(", "["}:
+    pos, tag, pid = _outer(text)
+    while text[pos : pos + 1] in {"(", "["}:
         match = _TAG.match(text, pos)
         if not match:
             break
         tag = match["name"] or match["rank"]
         pid = match["pid"] or pid
         pos = match.end()
-        next_char = text[pos : pos + 1]
-    level = place = time = ""
-    match = _LEVEL.match(text, pos)
-    if match:
-        level = match["level"] or match["level2"] or _KLEVEL.get(match["klevel"] or "", "")
-        if level == "WARN":
-            level = "WARNING"
-        elif level == "FATAL":
-            level = "CRITICAL"
-        place = (match["place"] or match["place2"] or match["cfile"] or "").strip("[]").rpartition("/")[2]
-        time = match["time"] or ""
-        pos = match.end()
+    level, place, time, pos = _logger(text, pos, tag)
     message = text[pos:]
-    if not level and "Warning: " in message and _WARNING_CLASS.search(message):
-        level = "WARNING"
+    if not level and ("Warning: " in message or "CUDA initialization: " in message):
+        warned = _WARNING_CLASS.search(message) or ("CUDA initialization: " in message and "Error: " not in message)
+        level = "WARNING" if warned else ""
     return Line(shown, message, level, place, tag, pid, _tier(tag, place), time)
 
 
@@ -159,13 +208,13 @@ def journal_lines(lines: Iterable[str]) -> Iterator[str]:
             yield from split_lines(text)
 
 
-def _journal_message(line: str) -> Optional[str]:
+def _journal_message(line: str) -> str | None:
     try:
         entry = json.loads(line)
     except ValueError:
         return None
     message = entry.get("MESSAGE")
-    if isinstance(message, list) and all(isinstance(value, int) and 0 <= value < 256 for value in message):
+    if isinstance(message, list) and all(isinstance(value, int) and value in _BYTE for value in message):
         message = bytes(message).decode("utf-8", "replace")
     if not isinstance(message, str):
         return None

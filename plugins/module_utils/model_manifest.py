@@ -106,6 +106,22 @@ def load(text: str, where: str) -> Manifest:
     return dict(manifest)
 
 
+def load_source(text: str, where: str) -> dict[str, Any]:
+    """Parse the record that a fetch left in a model's folder; ValueError with one line if it is none."""
+    try:
+        record = json.loads(text)
+        if not (isinstance(record["repo"], str) and isinstance(record["revision"], str)):
+            raise TypeError("repo and revision are no texts")
+        manifest_id(record["files"])  # fails on a file without path, size or hash
+        if not all(isinstance(entry["mtime_ns"], int) for entry in record["files"]):
+            raise TypeError("a file's mtime_ns is no number")
+        return {"repo": record["repo"], "revision": record["revision"], "files": record["files"]}
+    except (KeyError, TypeError, ValueError) as error:
+        found = f"{error.__class__.__name__}: {error}"
+        command = f"rm {where}, then deploy again (the model then counts as copied by hand)"
+        raise ValueError(problem_line("fetch record", where, found, "repo, revision and files", command)) from error
+
+
 def known_hashes(path: str, manifests: Iterable[Mapping[str, Any] | None]) -> dict[Found, str]:
     """SHA-256 by file, from earlier `manifests` of the folder `path` (the later ones win)."""
     known: dict[Found, str] = {}

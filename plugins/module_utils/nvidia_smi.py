@@ -1,15 +1,16 @@
 """What nvidia-smi says about the GPUs, with every odd value as a named state and never as a number.
 
-``nvidia-smi --query-gpu=... --format=csv`` exits 0 with ``[N/A]``, ``[Unknown Error]`` or ``[GPU requires reset]`` in a cell while
-``memory.used`` reads ``0 MiB``; a gate that only reads the memory passes a broken GPU. `parse` reads csv (with or without header),
-the table, and observations written down by hand; `judge` says whether an engine may be started on what was read.
+``nvidia-smi --query-gpu=... --format=csv`` exits 0 with ``[N/A]``, ``[Unknown Error]`` or ``[GPU requires reset]`` in
+a cell while ``memory.used`` reads ``0 MiB``; a gate that only reads the memory passes a broken GPU. `parse` reads csv
+(with or without header), the table, and observations written down by hand; `judge` says whether an engine may be
+started on what was read.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import Any
 
 from .log_text import split_lines, strip_ansi
 
@@ -18,11 +19,25 @@ BUSY_MIB = 1000.0
 # Without a process a healthy GPU idles; after a hung collective was killed it spins at 100 %.
 SPINNING_PERCENT = 90.0
 
-# The fields that `query` asks for. `gpu_recovery_action` and `fabric.state` are not known to old drivers: see QUERY_OLD.
+# The fields that `query` asks for. `gpu_recovery_action` and `fabric.state` are not known to old drivers: see
+# QUERY_OLD.
 QUERY = (
-    "index", "uuid", "pci.bus_id", "name", "memory.total", "memory.reserved", "memory.used", "memory.free", "utilization.gpu",
-    "power.draw", "temperature.gpu", "mig.mode.current", "ecc.errors.uncorrected.volatile.total", "compute_mode",
-    "gpu_recovery_action", "fabric.state",
+    "index",
+    "uuid",
+    "pci.bus_id",
+    "name",
+    "memory.total",
+    "memory.reserved",
+    "memory.used",
+    "memory.free",
+    "utilization.gpu",
+    "power.draw",
+    "temperature.gpu",
+    "mig.mode.current",
+    "ecc.errors.uncorrected.volatile.total",
+    "compute_mode",
+    "gpu_recovery_action",
+    "fabric.state",
 )
 QUERY_OLD = QUERY[:-2]
 PROCESS_QUERY = ("gpu_uuid", "pid", "process_name", "used_gpu_memory")
@@ -43,54 +58,129 @@ _STATES: tuple[tuple[str, str], ...] = (
 _BROKEN = {"requires reset", "lost", "error"}
 _UNKNOWN = {"unknown error", "no permission", "not found", "unknown", "unreadable"}
 
-# Lines that are no row. Pattern, state, class of the verdict: "bad" refuses, "unknown" refuses for lack of knowledge, "warning"
-# and "none" do not.
+# Lines that are no row. Pattern, state, class of the verdict: "bad" refuses, "unknown" refuses for lack of knowledge,
+# "warning" and "none" do not.
 _NOTICES: tuple[tuple[re.Pattern[str], str, str, str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), state, weight, remedy)
     for pattern, state, weight, remedy in (
-        (r"driver/library version mismatch", "driver mismatch", "bad",
-         "reboot or reload the modules; what still serves keeps working, do not stop it"),
-        (r"no devices were found", "no devices", "bad", "read the kernel log for NVRM, power-cycle, compare driver and firmware"),
-        (r"couldn't communicate with the nvidia driver", "driver not loaded", "bad", "modprobe nvidia; does the running kernel have the module?"),
-        (r"unable to (?:determine|detect) the device handle for.*", "gpu not answering", "bad",
-         "read the kernel log for Xid and bus errors, then reboot; one such GPU hides all others"),
+        (
+            r"driver/library version mismatch",
+            "driver mismatch",
+            "bad",
+            "reboot or reload the modules; what still serves keeps working, do not stop it",
+        ),
+        (
+            r"no devices were found",
+            "no devices",
+            "bad",
+            "read the kernel log for NVRM, power-cycle, compare driver and firmware",
+        ),
+        (
+            r"couldn't communicate with the nvidia driver",
+            "driver not loaded",
+            "bad",
+            "modprobe nvidia; does the running kernel have the module?",
+        ),
+        (
+            r"unable to (?:determine|detect) the device handle for.*",
+            "gpu not answering",
+            "bad",
+            "read the kernel log for Xid and bus errors, then reboot; one such GPU hides all others",
+        ),
         (r"gpu is lost|fallen off the bus", "lost", "bad", "reboot or power-cycle the host"),
-        (r"requires reset|reset required|reboot the system to recover", "requires reset", "bad", "reset the GPU or reboot before any start"),
-        (r"failed to initialize nvml", "nvml failed", "bad", "run nvidia-smi as root and as the service user; check device nodes and cgroup"),
-        (r"nvidia-smi: (?:command )?not found|nvidia-smi.*no such file", "nvidia-smi missing", "bad", "install the driver's utilities (role nvidia_stack)"),
-        (r"gpu access blocked by the operating system|insufficient permissions", "no permission", "unknown", "ask as root"),
-        (r"is not a valid field to query", "field not known", "unknown", "this driver is older than the query; ask with the short list of fields"),
+        (
+            r"requires reset|reset required|reboot the system to recover",
+            "requires reset",
+            "bad",
+            "reset the GPU or reboot before any start",
+        ),
+        (
+            r"failed to initialize nvml",
+            "nvml failed",
+            "bad",
+            "run nvidia-smi as root and as the service user; check device nodes and cgroup",
+        ),
+        (
+            r"nvidia-smi: (?:command )?not found|nvidia-smi.*no such file",
+            "nvidia-smi missing",
+            "bad",
+            "install the driver's utilities (role nvidia_stack)",
+        ),
+        (
+            r"gpu access blocked by the operating system|insufficient permissions",
+            "no permission",
+            "unknown",
+            "ask as root",
+        ),
+        (
+            r"is not a valid field to query",
+            "field not known",
+            "unknown",
+            "this driver is older than the query; ask with the short list of fields",
+        ),
         (r"infoROM is corrupted", "inforom corrupted", "warning", "plan the exchange of the board that the line names"),
-        (r"unable to retrieve|unable to get|not able to", "partly unreadable", "warning", "read the line; the field it names is missing"),
-        (r"timed? ?out", "no answer", "bad", "nvidia-smi hangs: a GPU or the driver does not answer, read the kernel log"),
+        (
+            r"unable to retrieve|unable to get|not able to",
+            "partly unreadable",
+            "warning",
+            "read the line; the field it names is missing",
+        ),
+        (
+            r"timed? ?out",
+            "no answer",
+            "bad",
+            "nvidia-smi hangs: a GPU or the driver does not answer, read the kernel log",
+        ),
         (r"no running (?:compute )?processes found", "no processes", "none", ""),
         (r"^\[?unknown error\]?\.?$", "unknown error", "unknown", "ask again; unknown is not healthy"),
     )
 )
 _HEADER_CELL = re.compile(r"^(?P<field>[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)(?: \[(?P<unit>[^\]]+)\])?$")
 _KNOWN_FIELDS = {
-    "index", "name", "uuid", "gpu_uuid", "pid", "process_name", "used_memory", "used_gpu_memory", "timestamp", "count", "serial",
-    "pstate", "driver_version", "compute_mode", "persistence_mode", "display_active", "display_mode", "gpu_recovery_action", "gpu_name",
-    "gpu_bus_id", "vbios_version", "gpu_serial", "compute_cap",
+    "index",
+    "name",
+    "uuid",
+    "gpu_uuid",
+    "pid",
+    "process_name",
+    "used_memory",
+    "used_gpu_memory",
+    "timestamp",
+    "count",
+    "serial",
+    "pstate",
+    "driver_version",
+    "compute_mode",
+    "persistence_mode",
+    "display_active",
+    "display_mode",
+    "gpu_recovery_action",
+    "gpu_name",
+    "gpu_bus_id",
+    "vbios_version",
+    "gpu_serial",
+    "compute_cap",
 }
 _NUMBER = re.compile(r"^(?P<number>-?\d+(?:\.\d+)?)\s*(?P<unit>MiB|GiB|KiB|MB|GB|%|W|C|MHz)?$")
 _UUID = re.compile(r"^(?:GPU|MIG)-")
 _TO_MIB = {"GiB": 1024.0, "KiB": 1 / 1024, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
 
 
-def cell_state(text: str) -> Optional[str]:
+def cell_state(text: str) -> str | None:
     """Named state of a cell that holds no value, or None where it holds one (or is empty)."""
     plain = text.strip().lower()
     if not plain or _NUMBER.match(text.strip()):
         return None
     bracketed = plain.startswith("[") and plain.endswith("]")
     for word, state in _STATES:
-        if word in plain and (bracketed or plain in {word, "gpu " + word} or word in {"err!", "requires reset", "is lost"}):
+        if word in plain and (
+            bracketed or plain in {word, "gpu " + word} or word in {"err!", "requires reset", "is lost"}
+        ):
             return state
     return "unreadable" if bracketed else None
 
 
-def number(text: str) -> Optional[float]:
+def number(text: str) -> float | None:
     """The number of a cell, sizes in MiB; None where the cell holds no number."""
     match = _NUMBER.match(text.strip())
     if not match:
@@ -102,7 +192,7 @@ def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split(",")]
 
 
-def _header(cells: Sequence[str]) -> Optional[list[str]]:
+def _header(cells: Sequence[str]) -> list[str] | None:
     fields = []
     known = 0
     for cell in cells:
@@ -114,7 +204,7 @@ def _header(cells: Sequence[str]) -> Optional[list[str]]:
     return fields if known and known * 2 >= len(fields) else None
 
 
-def _notice(line: str) -> Optional[dict[str, str]]:
+def _notice(line: str) -> dict[str, str] | None:
     for pattern, state, weight, remedy in _NOTICES:
         if pattern.search(line):
             return {"text": line, "state": state, "weight": weight, "remedy": remedy}
@@ -122,12 +212,13 @@ def _notice(line: str) -> Optional[dict[str, str]]:
 
 
 def _gpu(fields: Mapping[str, str]) -> dict[str, Any]:
-    """One GPU as plain values: numbers in MiB, percent, W and C or None, and the `states` of the fields that hold none."""
+    """One GPU as plain values: numbers in MiB, percent, W and C or None, and the `states` of the fields that hold
+    none."""
 
-    def value(*names: str) -> Optional[float]:
+    def value(*names: str) -> float | None:
         return next((number(fields[name]) for name in names if name in fields), None)
 
-    def words(name: str) -> Optional[str]:
+    def words(name: str) -> str | None:
         text = fields.get(name)
         return None if text is None or cell_state(text) else text
 
@@ -182,11 +273,11 @@ def _process(fields: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def parse_csv(text: str, fields: Optional[Sequence[str]] = None) -> dict[str, Any]:
+def parse_csv(text: str, fields: Sequence[str] | None = None) -> dict[str, Any]:
     """Read ``--query-gpu`` and ``--query-compute-apps`` output, with units or without, with a header or not.
 
-    `fields` names the columns of output without a header. Returns ``{"gpus", "processes", "notices", "processes_known"}``; lines
-    that are no row become notices, wherever they stand.
+    `fields` names the columns of output without a header. Returns ``{"gpus", "processes", "notices",
+    "processes_known"}``; lines that are no row become notices, wherever they stand.
     """
     report: dict[str, Any] = {"gpus": [], "processes": [], "notices": [], "processes_known": False}
     names = list(fields) if fields else None
@@ -220,7 +311,9 @@ def parse_csv(text: str, fields: Optional[Sequence[str]] = None) -> dict[str, An
             guessed = names[: len(cells)] if names else _guess_fields(cells)
             report["gpus"].append(_gpu(dict(zip(guessed, cells))))
         else:
-            report["notices"].append({"text": line, "state": "unrecognised", "weight": "warning", "remedy": "read the line"})
+            report["notices"].append(
+                {"text": line, "state": "unrecognised", "weight": "warning", "remedy": "read the line"}
+            )
     return report
 
 
@@ -237,22 +330,30 @@ def _take_row(report: dict[str, Any], names: Sequence[str], cells: Sequence[str]
 
 
 _BUS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d"
-_TABLE_NAME = re.compile(rf"^\|\s*(?P<index>\d+)\s+(?P<name>.+?)\s+(?P<persistence>On|Off|N/A|ERR!)?\s*\|\s*(?P<bus>{_BUS})\s.*?\|\s*(?P<ecc>[^|]*?)\s*\|")
+_TABLE_NAME = re.compile(
+    rf"^\|\s*(?P<index>\d+)\s+(?P<name>.+?)\s+(?P<persistence>On|Off|N/A|ERR!)?\s*\|\s*(?P<bus>{_BUS})\s.*?\|\s*(?P<ecc>[^|]*?)\s*\|"
+)
 _TABLE_MEMORY = re.compile(r"(?P<used>\d+)\s*MiB\s*/\s*(?P<total>\d+)\s*MiB")
 _TABLE_PROCESS = re.compile(
     r"^\|\s*(?P<gpu>\d+)\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(?P<pid>\d+)\s+(?P<type>M?\+?[CG](?:\+G)?)\s+(?P<name>.*?)\s+(?P<used>\d+MiB|N/A)\s*\|"
 )
-_TABLE_MIG = re.compile(r"^\|\s*(?P<gpu>\d+)\s+(?P<gi>\d+)\s+(?P<ci>\d+)\s+(?P<dev>\d+)\s*\|\s*(?P<used>\d+)MiB\s*/\s*(?P<total>\d+)MiB")
+_TABLE_MIG = re.compile(
+    r"^\|\s*(?P<gpu>\d+)\s+(?P<gi>\d+)\s+(?P<ci>\d+)\s+(?P<dev>\d+)\s*\|\s*(?P<used>\d+)MiB\s*/\s*(?P<total>\d+)MiB"
+)
 _OBSERVED: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("utilization.gpu", re.compile(r"(?i)\butili[sz]ation\b[^:]*:\s*(?P<value>\d+(?:\.\d+)?\s*%)")),
     ("power.draw", re.compile(r"(?i)\bpower\b[^:]*:\s*(?:approximately|about|~)?\s*(?P<value>\d+(?:\.\d+)?\s*W)")),
-    ("memory.used", re.compile(r"(?i)\bmemory\b[^:]*:\s*(?:approximately|about|~)?\s*(?P<value>\d+(?:\.\d+)?\s*[MG]iB)")),
+    (
+        "memory.used",
+        re.compile(r"(?i)\bmemory\b[^:]*:\s*(?:approximately|about|~)?\s*(?P<value>\d+(?:\.\d+)?\s*[MG]iB)"),
+    ),
 )
 _OBSERVED_NO_PROCESS = re.compile(r"(?i)\bprocess(?:es)?\b[^:]*:\s*(?:none|no\b|0\b)")
 
 
 def parse_table(text: str) -> dict[str, Any]:
-    """Read the table that plain ``nvidia-smi`` prints, whole or in pieces. Same shape as `parse_csv`, and ``mig_devices``."""
+    """Read the table that plain ``nvidia-smi`` prints, whole or in pieces. Same shape as `parse_csv`, and
+    ``mig_devices``."""
     report: dict[str, Any] = {"gpus": [], "processes": [], "notices": [], "processes_known": False, "mig_devices": []}
     fields: dict[str, str] = {}
     rows: list[dict[str, str]] = []
@@ -273,14 +374,26 @@ def parse_table(text: str) -> dict[str, Any]:
         if in_mig or mig:
             if mig:
                 report["mig_devices"].append(
-                    {"gpu": int(mig["gpu"]), "device": int(mig["dev"]), "memory_used_mib": float(mig["used"]), "memory_total_mib": float(mig["total"])}
+                    {
+                        "gpu": int(mig["gpu"]),
+                        "device": int(mig["dev"]),
+                        "memory_used_mib": float(mig["used"]),
+                        "memory_total_mib": float(mig["total"]),
+                    }
                 )
             continue
         process = _TABLE_PROCESS.match(line)
         if process:
             report["processes_known"] = True
-            report["processes"].append({"gpu": int(process["gpu"]), "pid": int(process["pid"]), "name": process["name"],
-                                        "used_mib": number(process["used"].replace("MiB", " MiB")), "state": cell_state(process["used"])})
+            report["processes"].append(
+                {
+                    "gpu": int(process["gpu"]),
+                    "pid": int(process["pid"]),
+                    "name": process["name"],
+                    "used_mib": number(process["used"].replace("MiB", " MiB")),
+                    "state": cell_state(process["used"]),
+                }
+            )
             continue
         name = _TABLE_NAME.match(line)
         if name:
@@ -332,8 +445,12 @@ def parse_observation(text: str) -> dict[str, Any]:
     """Read an observation written by hand ("Memory: approximately 624 MiB per GPU"). Same shape as `parse_csv`."""
     fields = {name: match["value"] for name, pattern in _OBSERVED if (match := pattern.search(text))}
     fields = {name: re.sub(r"(?<=\d)\s*(?=[A-Za-z%])", " ", value) for name, value in fields.items()}
-    return {"gpus": [_gpu(fields)] if fields else [], "processes": [], "notices": [],
-            "processes_known": bool(_OBSERVED_NO_PROCESS.search(text))}
+    return {
+        "gpus": [_gpu(fields)] if fields else [],
+        "processes": [],
+        "notices": [],
+        "processes_known": bool(_OBSERVED_NO_PROCESS.search(text)),
+    }
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -363,16 +480,16 @@ class _Verdict:
 
 
 def judge(
-    report: Union[Mapping[str, Any], Iterable[Mapping[str, Any]]],
-    expected: Optional[int] = None,
+    report: Mapping[str, Any] | Iterable[Mapping[str, Any]],
+    expected: int | None = None,
     allow_mig: bool = False,
     busy_mib: float = BUSY_MIB,
 ) -> dict[str, Any]:
     """Whether an engine may be started on these GPUs: a report of `parse`, or a list of its GPUs.
 
     `expected` is the number of GPUs that must be there. Returns ``verdict`` (accept, accept-with-warning, reject,
-    reject-as-unknown, reject-as-unknown-memory), ``state`` (its short name), ``class`` ("host" or None), ``reasons``, ``remedy``
-    and ``gpus``: ``[{"gpu", "state", "reasons"}]``.
+    reject-as-unknown, reject-as-unknown-memory), ``state`` (its short name), ``class`` ("host" or None), ``reasons``,
+    ``remedy`` and ``gpus``: ``[{"gpu", "state", "reasons"}]``.
     """
     whole = report if isinstance(report, Mapping) else {"gpus": list(report)}
     gpus: Sequence[Mapping[str, Any]] = whole.get("gpus", [])
@@ -388,7 +505,9 @@ def judge(
         for reason in verdict.reasons:
             total.add(verdict.verdict, verdict.state, reason, verdict.remedy)
     for notice in whole.get("notices", []):
-        verdict_name = {"bad": "reject", "unknown": "reject-as-unknown", "warning": "accept-with-warning"}.get(notice["weight"])
+        verdict_name = {"bad": "reject", "unknown": "reject-as-unknown", "warning": "accept-with-warning"}.get(
+            notice["weight"]
+        )
         if verdict_name:
             total.add(verdict_name, notice["state"], notice["text"], notice["remedy"])
     # A process whose GPU cannot be matched to a row still holds memory on this host.
@@ -396,10 +515,19 @@ def judge(
     if held and total.verdict != "reject":
         total.add("reject", "busy", "; ".join(_held(process) for process in held), "end the processes or wait for them")
     if not gpus and not processes and total.verdict == "accept":
-        total.add("reject-as-unknown", "nothing read", "no GPU row in the output", "run nvidia-smi again and look at its exit status")
+        total.add(
+            "reject-as-unknown",
+            "nothing read",
+            "no GPU row in the output",
+            "run nvidia-smi again and look at its exit status",
+        )
     if expected is not None and len(gpus) != expected:
-        total.add("reject", "gpu count", f"{len(gpus)} GPUs found, {expected} expected",
-                  "read the kernel log for a GPU that dropped out; correct the host's GPU list if it changed")
+        total.add(
+            "reject",
+            "gpu count",
+            f"{len(gpus)} GPUs found, {expected} expected",
+            "read the kernel log for a GPU that dropped out; correct the host's GPU list if it changed",
+        )
     return {
         "verdict": total.verdict,
         "state": total.state,
@@ -415,35 +543,76 @@ def _held(process: Mapping[str, Any]) -> str:
 
 
 def _judge_gpu(
-    name: str, gpu: Mapping[str, Any], processes: Sequence[Mapping[str, Any]], known: bool, allow_mig: bool, busy_mib: float
+    name: str,
+    gpu: Mapping[str, Any],
+    processes: Sequence[Mapping[str, Any]],
+    known: bool,
+    allow_mig: bool,
+    busy_mib: float,
 ) -> _Verdict:
     found = _Verdict()
     states: Mapping[str, str] = gpu.get("states", {})
     fields: Mapping[str, str] = gpu.get("fields", {})
     for field, state in states.items():
         if state in _BROKEN:
-            found.add("reject", state, f"{name}: {field} reads {fields.get(field, state)}", "reset the GPU or reboot before any start")
+            found.add(
+                "reject",
+                state,
+                f"{name}: {field} reads {fields.get(field, state)}",
+                "reset the GPU or reboot before any start",
+            )
         elif state in _UNKNOWN:
-            found.add("reject-as-unknown", state, f"{name}: {field} reads {fields.get(field, state)}", "ask again; unknown is not healthy")
+            found.add(
+                "reject-as-unknown",
+                state,
+                f"{name}: {field} reads {fields.get(field, state)}",
+                "ask again; unknown is not healthy",
+            )
     _judge_fields(found, name, fields, allow_mig)
     used, use = gpu.get("memory_used_mib"), gpu.get("utilization_percent")
     held = [process for process in processes if (process.get("used_mib") or 0) >= busy_mib]
     if used is not None and used >= busy_mib:
         if known and not processes:
-            found.add("reject", "held by nobody", f"{name}: {used:.0f} MiB in use and no process holds them", "reset the GPU or reboot, waiting does not free it")
+            found.add(
+                "reject",
+                "held by nobody",
+                f"{name}: {used:.0f} MiB in use and no process holds them",
+                "reset the GPU or reboot, waiting does not free it",
+            )
         else:
             holders = "; ".join(_held(process) for process in held) or "holder not asked for"
             found.add("reject", "busy", f"{name}: {used:.0f} MiB in use ({holders})", "wait for the holder or end it")
     elif held:
-        found.add("reject", "busy", f"{name}: " + "; ".join(_held(process) for process in held), "wait for the holder or end it")
-    elif used is None and any(field.startswith("memory.") and states.get(field) for field in ("memory.used", "memory.total", "memory.free")):
-        found.add("reject-as-unknown-memory", "memory not reported", f"{name}: memory reads {fields.get('memory.used', 'nothing')}",
-                  "ask --query-compute-apps for the processes and the system for its free memory")
+        found.add(
+            "reject",
+            "busy",
+            f"{name}: " + "; ".join(_held(process) for process in held),
+            "wait for the holder or end it",
+        )
+    elif used is None and any(
+        field.startswith("memory.") and states.get(field) for field in ("memory.used", "memory.total", "memory.free")
+    ):
+        found.add(
+            "reject-as-unknown-memory",
+            "memory not reported",
+            f"{name}: memory reads {fields.get('memory.used', 'nothing')}",
+            "ask --query-compute-apps for the processes and the system for its free memory",
+        )
     if use is not None and use >= SPINNING_PERCENT and (used is None or used < busy_mib) and not held:
         if known:
-            found.add("reject", "wedged", f"{name}: {use:.0f} % busy without a process", "reset the GPU or reboot, a killed collective still spins on it")
+            found.add(
+                "reject",
+                "wedged",
+                f"{name}: {use:.0f} % busy without a process",
+                "reset the GPU or reboot, a killed collective still spins on it",
+            )
         else:
-            found.add("reject", "busy", f"{name}: {use:.0f} % busy with little memory in use", "ask --query-compute-apps: in use, or wedged if nobody is there")
+            found.add(
+                "reject",
+                "busy",
+                f"{name}: {use:.0f} % busy with little memory in use",
+                "ask --query-compute-apps: in use, or wedged if nobody is there",
+            )
     return found
 
 
@@ -454,29 +623,74 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
 
     action = plain("gpu_recovery_action")
     if action not in {"", "None"}:
-        found.add("reject", "recovery action", f"{name}: driver asks for {action}", f"do it ({action.lower()}) before any start")
+        found.add(
+            "reject",
+            "recovery action",
+            f"{name}: driver asks for {action}",
+            f"do it ({action.lower()}) before any start",
+        )
     fabric = plain("fabric.state")
     if fabric not in {"", "Completed"}:
-        found.add("reject", "fabric not ready", f"{name}: fabric state {fabric}", "start the fabric manager of the driver's version and wait")
+        found.add(
+            "reject",
+            "fabric not ready",
+            f"{name}: fabric state {fabric}",
+            "start the fabric manager of the driver's version and wait",
+        )
     if plain("fabric.status") not in {"", "Success"}:
-        found.add("reject", "fabric not ready", f"{name}: fabric status {plain('fabric.status')}", "read the fabric manager's log")
+        found.add(
+            "reject",
+            "fabric not ready",
+            f"{name}: fabric status {plain('fabric.status')}",
+            "read the fabric manager's log",
+        )
     if plain("mig.mode.current") == "Enabled" and not allow_mig:
-        found.add("reject", "mig enabled", f"{name}: MIG mode is on, its memory belongs to slices", "turn MIG off, or serve from a slice on purpose")
+        found.add(
+            "reject",
+            "mig enabled",
+            f"{name}: MIG mode is on, its memory belongs to slices",
+            "turn MIG off, or serve from a slice on purpose",
+        )
     if plain("compute_mode") == "Prohibited":
         found.add("reject", "compute prohibited", f"{name}: compute mode Prohibited", "nvidia-smi -c DEFAULT")
     for field, text in fields.items():
         value = number(text)
         if field.startswith("ecc.errors.uncorrected.volatile") and value:
-            found.add("reject", "uncorrectable ecc", f"{name}: {field} {value:.0f}", "reset the GPU and check it before any start")
+            found.add(
+                "reject",
+                "uncorrectable ecc",
+                f"{name}: {field} {value:.0f}",
+                "reset the GPU and check it before any start",
+            )
         elif field.startswith("ecc.errors.uncorrected.aggregate") and value:
             found.add("accept-with-warning", "old ecc errors", f"{name}: {field} {value:.0f}", "watch this GPU")
-        elif field in {"retired_pages.pending", "remapped_rows.pending", "remapped_rows.failure"} and text.strip() in {"Yes", "1"}:
-            found.add("reject", "memory repair pending", f"{name}: {field} {text.strip()}", "reboot (pending) or exchange the board (failure)")
+        elif field in {"retired_pages.pending", "remapped_rows.pending", "remapped_rows.failure"} and text.strip() in {
+            "Yes",
+            "1",
+        }:
+            found.add(
+                "reject",
+                "memory repair pending",
+                f"{name}: {field} {text.strip()}",
+                "reboot (pending) or exchange the board (failure)",
+            )
     if plain("ecc") not in {"", "0", "Off", "N/A"} and number(plain("ecc")):
-        found.add("reject", "uncorrectable ecc", f"{name}: uncorrected ECC errors {plain('ecc')}", "reset the GPU and check it before any start")
+        found.add(
+            "reject",
+            "uncorrectable ecc",
+            f"{name}: uncorrected ECC errors {plain('ecc')}",
+            "reset the GPU and check it before any start",
+        )
     now, pending = plain("ecc.mode.current"), plain("ecc.mode.pending")
     if now and pending and now != pending:
-        found.add("accept-with-warning", "reboot due", f"{name}: ECC mode {now}, pending {pending}", "reboot when convenient")
+        found.add(
+            "accept-with-warning", "reboot due", f"{name}: ECC mode {now}, pending {pending}", "reboot when convenient"
+        )
     width, widest = number(fields.get("pcie.link.width.current", "")), number(fields.get("pcie.link.width.max", ""))
     if width and widest and width < widest:
-        found.add("accept-with-warning", "narrow link", f"{name}: PCIe x{width:.0f} of x{widest:.0f}", "reseat the board or check the riser")
+        found.add(
+            "accept-with-warning",
+            "narrow link",
+            f"{name}: PCIe x{width:.0f} of x{widest:.0f}",
+            "reseat the board or check the riser",
+        )

@@ -1,14 +1,20 @@
-"""Which part of a load a line of the engine's output belongs to (vLLM 0.16 to 0.32, and the loaders and kernels it starts)."""
+"""Which part of a load a line of the engine's output belongs to (vLLM 0.16 to 0.32, and the loaders and kernels it
+starts)."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from .log_text import Line
 
 PROCESS, ARGUMENTS, CONFIG, DISTRIBUTED, WEIGHTS, POST_LOAD = (
-    "process", "arguments", "config", "distributed", "weights", "post_load",
+    "process",
+    "arguments",
+    "config",
+    "distributed",
+    "weights",
+    "post_load",
 )
 COMPILE, KV_CACHE, GRAPHS, WARMUP, API, READY = "compile", "kv_cache", "graphs", "warmup", "api", "ready"
 
@@ -101,8 +107,12 @@ _MARKS: tuple[tuple[str, str], ...] = (
     ("Automatically detected platform", PROCESS),
 )
 
-# tqdm: "Loading safetensors checkpoint shards:  37% Completed | 26/71 [10:01<...", "Capturing CUDA graphs (decode, FULL):  12%|.. | 6/48 [".
-_BAR = re.compile(r"(?P<what>[A-Za-z][^%|]{0,90}?):? +(?P<percent>\d{1,3})%(?: Completed)? ?\|(?:.*?\|)? *(?P<n>\d+)/(?P<total>\d+) \[")
+# tqdm: "Loading safetensors checkpoint shards:  37% Completed | 26/71 [10:01<...", "Capturing CUDA graphs (decode,
+# FULL):  12%|.. | 6/48 [".
+_BAR = re.compile(
+    r"(?P<what>[A-Za-z][^%|]{0,90}?):? +(?P<percent>\d{1,3})%(?: Completed)? ?\|(?:.*?\|)?"
+    r" *(?P<n>\d+)/(?P<total>\d+) \["
+)
 _PREFETCH = re.compile(r"Prefetching checkpoint files: (?P<percent>\d{1,3})% \((?P<n>\d+)/(?P<total>\d+)\)")
 _BAR_PHASE: tuple[tuple[str, str], ...] = (
     ("checkpoint shards", WEIGHTS),
@@ -133,10 +143,10 @@ class Mark(NamedTuple):
     """A sign of a phase; `bar` where the line counts steps."""
 
     phase: str
-    bar: Optional[Bar]
+    bar: Bar | None
 
 
-def progress_bar(message: str) -> Optional[Bar]:
+def progress_bar(message: str) -> Bar | None:
     """The bar that a message shows, or None."""
     if "%" not in message:
         return None
@@ -148,7 +158,7 @@ def progress_bar(message: str) -> Optional[Bar]:
     return Bar(what, min(int(match["n"][:12]), total), total) if total else None
 
 
-def mark_of(line: Line) -> Optional[Mark]:
+def mark_of(line: Line) -> Mark | None:
     """The phase that this line shows, or None where it shows none.
 
     Lines of ERROR and worse show no phase: a traceback quotes every part of the program.
@@ -162,6 +172,8 @@ def mark_of(line: Line) -> Optional[Mark]:
         return None
     if line.level in {"ERROR", "CRITICAL"} or message[:1] == " ":
         return None
+    if '"POST /v1/' in message and ('" 200' in message or '" 4' in message):
+        return Mark(READY, None)  # it answers requests
     for text, phase in _MARKS:
         if text in message:
             return Mark(phase, None)

@@ -17,7 +17,8 @@ Each is a mapping with these keys (docs/diagnosis.md has the whole account):
     level     optional: "any" also looks at INFO and WARNING lines, "warning" at WARNING lines, as a suspect only
     rank      optional number that orders causes of one log, higher first (defaults in RANKS)
     certain   optional true: the engine ends with this line, so that a live wait may be given up at once
-    hang      optional, for role alive: "last" is a hang where a finished log ends with the line, "served" where it goes on
+    hang      optional, for role alive: "last" is a hang where a finished log ends with the line, "served" where it
+    goes on
               for minutes after the KV cache was sized
     remedy    what to change (cause and effect)
     source    where the text was seen
@@ -27,16 +28,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 ROLES = ("cause", "effect", "wrapper", "benign", "alive", "stop")
 CLASSES = ("config", "model", "host", "transient")
 LEVELS = ("any", "warning")
+_SHORTEST = 2
+# Patterns see this much of a message: a line may be some kB long, and a pattern must stay fast on any text.
+_SEARCHED = 4096
 HANGS = ("last", "served")
 # An exception without a signature ranks at 80, what only quotes source code lower: see diagnosis.py.
 RANKS = {"cause": 100, "effect": 60, "wrapper": 40, "benign": 0, "alive": 0, "stop": 0}
-_KEYS = {"id", "role", "class", "phase", "contains", "pattern", "without", "level", "rank", "remedy", "source",
-         "certain", "hang"}
+_KEYS = {
+    "id",
+    "role",
+    "class",
+    "phase",
+    "contains",
+    "pattern",
+    "without",
+    "level",
+    "rank",
+    "remedy",
+    "source",
+    "certain",
+    "hang",
+}
 
 
 class Signature(NamedTuple):
@@ -44,20 +61,21 @@ class Signature(NamedTuple):
 
     id: str
     role: str
-    cls: Optional[str]
-    phase: Optional[str]
+    cls: str | None
+    phase: str | None
     contains: tuple[str, ...]
-    pattern: Optional[re.Pattern[str]]
-    without: Optional[re.Pattern[str]]
-    level: Optional[str]
+    pattern: re.Pattern[str] | None
+    without: re.Pattern[str] | None
+    level: str | None
     rank: int
     remedy: str
     certain: bool
-    hang: Optional[str]
+    hang: str | None
 
 
 class Signatures(NamedTuple):
-    """Signatures arranged for look-up: (string, signature) pairs for lines of ERROR or no level, of WARNING, of INFO."""
+    """Signatures arranged for look-up: (string, signature) pairs for lines of ERROR or no level, of WARNING, of
+    INFO."""
 
     all: tuple[Signature, ...]
     errors: tuple[tuple[str, Signature], ...]
@@ -100,8 +118,10 @@ def _signature(number: int, entry: Any) -> Signature:
         raise ValueError(f"{where}: role: found {role!r}, expected one of {', '.join(ROLES)}")
     contains = entry.get("contains")
     strings = (contains,) if isinstance(contains, str) else tuple(contains or ())
-    if not strings or not all(isinstance(text, str) and len(text) >= 2 for text in strings):
-        raise ValueError(f"{where}: contains: found {contains!r}, expected one or more strings of at least 2 characters")
+    if not strings or not all(isinstance(text, str) and len(text) >= _SHORTEST for text in strings):
+        raise ValueError(
+            f"{where}: contains: found {contains!r}, expected one or more strings of {_SHORTEST} characters and more"
+        )
     for key in ("id", "source", *(("remedy",) if role in {"cause", "effect"} else ())):
         if not isinstance(entry.get(key), str) or not entry[key].strip():
             raise ValueError(f"{where}: {key}: found {entry.get(key)!r}, expected some text")
@@ -118,15 +138,26 @@ def _signature(number: int, entry: Any) -> Signature:
     if not isinstance(certain, bool):
         raise ValueError(f"{where}: certain: found {certain!r}, expected true or false")
     if hang is not None and (hang not in HANGS or role != "alive" or cls is None):
-        raise ValueError(f"{where}: hang: found {hang!r}, expected one of {', '.join(HANGS)}, with role alive and a class")
+        raise ValueError(
+            f"{where}: hang: found {hang!r}, expected one of {', '.join(HANGS)}, with role alive and a class"
+        )
     return Signature(
-        str(entry["id"]), str(role), cls, entry.get("phase"), strings, _regex(where, "pattern", entry.get("pattern")),
-        _regex(where, "without", entry.get("without")), level, rank, " ".join(str(entry.get("remedy", "")).split()),
-        certain, hang,
+        str(entry["id"]),
+        str(role),
+        cls,
+        entry.get("phase"),
+        strings,
+        _regex(where, "pattern", entry.get("pattern")),
+        _regex(where, "without", entry.get("without")),
+        level,
+        rank,
+        " ".join(str(entry.get("remedy", "")).split()),
+        certain,
+        hang,
     )
 
 
-def _regex(where: str, key: str, text: Any) -> Optional[re.Pattern[str]]:
+def _regex(where: str, key: str, text: Any) -> re.Pattern[str] | None:
     if text is None:
         return None
     try:
@@ -135,14 +166,15 @@ def _regex(where: str, key: str, text: Any) -> Optional[re.Pattern[str]]:
         raise ValueError(f"{where}: {key}: {text!r} is no regular expression: {error}") from error
 
 
-def find(pairs: tuple[tuple[str, Signature], ...], message: str) -> Optional[Signature]:
+def find(pairs: tuple[tuple[str, Signature], ...], message: str) -> Signature | None:
     """The signature of the highest rank that fits the message; of equals the first in the file."""
-    best: Optional[Signature] = None
+    best: Signature | None = None
+    head = message if len(message) <= _SEARCHED else message[:_SEARCHED]
     for text, signature in pairs:
         if text in message and (best is None or signature.rank > best.rank or signature.role in {"benign", "stop"}):
-            if signature.pattern and not signature.pattern.search(message):
+            if signature.pattern and not signature.pattern.search(head):
                 continue
-            if signature.without and signature.without.search(message):
+            if signature.without and signature.without.search(head):
                 continue
             if signature.role in {"benign", "stop"}:
                 return signature  # what is known to be harmless is harmless whatever else it quotes

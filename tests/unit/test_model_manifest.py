@@ -89,6 +89,22 @@ def test_a_damaged_manifest_is_refused_with_the_way_out(model, damage):
         mm.load(damage(text), "m.json")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"repo": 1, "revision": "", "files": []}',
+        '{"repo": "a", "revision": "b", "files": [1]}',
+        '{"repo": "a", "revision": "b", "files": [{"path": "a", "size": 1, "sha256": "0"}]}',
+    ],
+)
+def test_a_damaged_fetch_record_is_refused_with_the_way_out(text):
+    with pytest.raises(ValueError, match=r"fetch record: s\.json: found .*next: rm s\.json"):
+        mm.load_source(text, "s.json")
+
+
 def test_only_files_of_another_size_or_time_are_hashed_again(model):
     manifest = manifest_of(model)
     found, _problems = mm.list_files(str(model))

@@ -46,7 +46,7 @@ def options(found):
 
 def main():
     listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], check=True, stdout=subprocess.PIPE, universal_newlines=True
+        [sys.executable, "-m", "pip", "config", "list"], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
     words, places = options(settings(listing))
     print(json.dumps({"options": words, "places": places}))

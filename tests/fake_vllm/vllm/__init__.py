@@ -1,4 +1,7 @@
-"""A stand-in for the vLLM engine: looks like it from outside, computes nothing. See tests/fake_vllm/README.md in the repository."""
+"""A stand-in for the vLLM engine: looks like it from outside, computes nothing.
+
+See tests/fake_vllm/README.md in the repository.
+"""
 
 from vllm._version import __version__
 

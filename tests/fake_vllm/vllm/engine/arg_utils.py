@@ -30,7 +30,9 @@ class CUDAGraphMode(enum.Enum):
 
 @dataclass
 class SchedulerConfig:
-    """Scheduling: whether a step is prepared while the last one runs, and how many requests (and tokens) a step takes."""
+    """Scheduling: whether a step is prepared while the last one runs, and how many requests (and tokens) a step
+    takes.
+    """
 
     async_scheduling: bool
     max_num_seqs: int
@@ -86,20 +88,28 @@ def parallel_config(args: argparse.Namespace, heads: Any) -> ParallelConfig:
         text = "Input should be greater than or equal to 1"
         raise ValidationError("ParallelConfig", [problem("tensor_parallel_size", text, "greater_than_equal", size)])
     if isinstance(heads, int) and heads % size:
-        raise whole_error(f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({size}).")
+        raise whole_error(
+            f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({size})."
+        )
     return ParallelConfig(size, size * stages)
 
 
 def scheduler_config(args: argparse.Namespace, spec: SpeculativeConfig | None) -> SchedulerConfig:
-    """Asynchronous unless the speculative method forbids it. Raises ValidationError when it was asked for and cannot be."""
+    """Asynchronous unless the speculative method forbids it.
+
+    Raises ValidationError when it was asked for and cannot be.
+    """
     sequences, tokens = args.max_num_seqs or 256, args.max_num_batched_tokens or 8192
     if tokens < sequences:
         text = f"max_num_batched_tokens ({tokens}) must be greater than or equal to max_num_seqs ({sequences})."
-        raise ValidationError("SchedulerConfig", [value_problem(text, "{'runner_type': 0", "t..., 'stream_interval': 1})")])
+        raise ValidationError(
+            "SchedulerConfig", [value_problem(text, "{'runner_type': 0", "t..., 'stream_interval': 1})")]
+        )
     asked, forbids = args.async_scheduling, spec is not None and spec.method in speculative.SYNC_METHODS
     if asked and forbids:
         raise whole_error(
-            "Currently, async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU/DSpark/DFlash kind of speculative decoding"
+            "Currently, async scheduling is only supported with EAGLE/MTP/Draft Model/NGram GPU/DSpark/DFlash "
+            "kind of speculative decoding"
         )
     return SchedulerConfig(asked is not False and not forbids, sequences, tokens)
 
@@ -113,7 +123,7 @@ def graph_mode(args: argparse.Namespace) -> CUDAGraphMode:
 
 
 def speculative_value(args: argparse.Namespace) -> Any:
-    """The JSON of --speculative-config with the --spec-* shorthands put in, or None when nothing of either was given."""
+    """The JSON of --speculative-config with the --spec-* shorthands put in, or None when neither was given."""
     short = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
     extra = {key: getattr(args, name, None) for key, name in short.items() if getattr(args, name, None) is not None}
     given = args.speculative_config
@@ -168,13 +178,16 @@ class AsyncEngineArgs:
         if not 0 < memory <= 1:
             low = memory <= 0
             text, kind = ("greater than 0", "greater_than") if low else ("less than or equal to 1", "less_than_equal")
-            raise ValidationError("CacheConfig", [problem("gpu_memory_utilization", f"Input should be {text}", kind, memory)])
+            raise ValidationError(
+                "CacheConfig", [problem("gpu_memory_utilization", f"Input should be {text}", kind, memory)]
+            )
         parallel = parallel_config(args, model.text_config(content).get("num_attention_heads"))
         given = speculative_value(args)
         spec = None if given is None else speculative.resolve(given, args.model, model.read_draft)
         if getattr(args, "per_request_spec_decode_metrics", None) not in (None, "none", "off") and spec is None:
             raise whole_error(
-                "--per-request-spec-decode-metrics requires speculative decoding to be enabled (via --speculative-config)."
+                "--per-request-spec-decode-metrics requires speculative decoding to be enabled (via "
+                "--speculative-config)."
             )
         wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1") != "0"
         return VllmConfig(

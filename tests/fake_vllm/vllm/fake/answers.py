@@ -18,7 +18,9 @@ CLOSED = "cannot schedule new futures after shutdown"
 
 
 class Refusal(Exception):
-    """A request that is answered with an error: HTTP status, the engine's error type, its text, the parameter at fault."""
+    """A request that is answered with an error: HTTP status, the engine's error type, its text, the parameter at
+    fault.
+    """
 
     def __init__(self, status: int, kind: str, message: str, param: str | None = None):
         super().__init__(message)
@@ -144,25 +146,32 @@ class Writer:
         name = body.get("model")
         if name is not None and name not in self.served:
             aliases = ", ".join(self.served)
-            raise Refusal(404, "NotFoundError", f"The model `{name}` does not exist. Valid aliases: {aliases}.", "model")
+            raise Refusal(
+                404, "NotFoundError", f"The model `{name}` does not exist. Valid aliases: {aliases}.", "model"
+            )
         prompts = [text.encode(chat_prompt(body.get("messages")))] if chat else prompts_of(body)
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise bad(f"max_tokens must be at least 1, got {limit}. (parameter=max_tokens, value={limit})", "max_tokens")
+            raise bad(
+                f"max_tokens must be at least 1, got {limit}. (parameter=max_tokens, value={limit})", "max_tokens"
+            )
         jobs = []
         for prompt in prompts:
             room = self.max_model_len - len(prompt)
             if room < 1:
                 raise bad(
-                    f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt contains at least "
-                    f"{len(prompt)} input tokens, which exceeds this limit even without any output tokens. Please reduce the length "
+                    f"This model's maximum context length is {self.max_model_len} tokens. However, your prompt "
+                    "contains at least "
+                    f"{len(prompt)} input tokens, which exceeds this limit even without any output tokens. Please "
+                    "reduce the length "
                     f"of the input prompt. (parameter=input_tokens, value={len(prompt)})",
                     "input_tokens",
                 )
             wanted = limit if limit is not None else (room if chat else 16)
             if wanted > room:
                 raise bad(
-                    f"'max_tokens' or 'max_completion_tokens' is too large: {wanted}. This model's maximum context length is "
+                    f"'max_tokens' or 'max_completion_tokens' is too large: {wanted}. This model's maximum "
+                    "context length is "
                     f"{self.max_model_len} tokens and your request has {len(prompt)} input tokens. "
                     f"(parameter=max_tokens, value={wanted})",
                     "max_tokens",
@@ -189,7 +198,10 @@ class Writer:
         return crowd * (knobs.spec_step_cost if self.spec is not None else 1.0) / knobs.tokens_per_s
 
     def wait(self, until: float) -> None:
-        """Sleeps to a monotonic time, longer while a process of the engine is stopped. Raises Refusal when the engine dies meanwhile."""
+        """Sleeps to a monotonic time, longer while a process of the engine is stopped.
+
+        Raises Refusal when the engine dies meanwhile.
+        """
         while True:
             if self.frozen.is_set() or self.knobs.completions_hang:
                 self.broken.wait(3600.0)
@@ -241,7 +253,11 @@ class Writer:
                 (metrics.first_token if first else metrics.between_tokens).observe(now - (born if first else last))
                 first, last = False, now
                 yield new
-                upcoming = [1 + job.steps[job.at][1] if job.at < len(job.steps) else 1 for job in request.jobs if job.done < len(job.out)]
+                upcoming = [
+                    1 + job.steps[job.at][1] if job.at < len(job.steps) else 1
+                    for job in request.jobs
+                    if job.done < len(job.out)
+                ]
                 due += self.step_seconds(max(upcoming, default=1))
             reason = "stop" if all(job.ended for job in request.jobs) else "length"
             metrics.whole.observe(last - born)

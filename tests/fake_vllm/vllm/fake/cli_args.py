@@ -1,4 +1,6 @@
-"""Builds the `vllm serve` parser from the recorded flags, and makes the checks that the real engine makes right after parsing."""
+"""Builds the `vllm serve` parser from the recorded flags, and makes the checks that the real engine makes right after
+parsing.
+"""
 
 from __future__ import annotations
 

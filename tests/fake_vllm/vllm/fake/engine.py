@@ -1,7 +1,9 @@
-"""The processes behind the API server: an engine core, its workers, their shared memory; and the API server's view of them.
+"""The processes behind the API server: an engine core, its workers, their shared memory; and the API server's view of
+them.
 
-The API server forks the engine core before it starts any thread. Commands go down one pipe, one per line: `workers`, `ready`, `kill RANK
-SIGNAL`, `die`, `quit`. The names of what was made come back on another, whose end tells that the engine core is gone.
+The API server forks the engine core before it starts any thread. Commands go down one pipe, one per line: `workers`,
+`ready`, `kill RANK SIGNAL`, `die`, `quit`. The names of what was made come back on another, whose end tells that the
+engine core is gone.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def wait_signal(pipe: int, timeout: float | None) -> bytes:
 
 
 def run_worker(rank: int, ranks: int, parent: int, segment: str, knobs: Knobs) -> NoReturn:
-    """A worker: holds its segment and memory until its engine core is gone; an orphan by knob stays in a session of its own."""
+    """A worker: holds its segment and memory until its engine core is gone; an orphan by knob stays in a session of
+    its own.
+    """
     set_title(f"VLLM::{worker_name(rank, ranks)}")
     stubborn = knobs.orphan_workers or knobs.ignore_sigterm
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -124,7 +128,10 @@ class Core:
         self.report("segments " + " ".join(self.segments))
 
     def end_workers(self, patience: float) -> None:
-        """Ends the workers: closed pipes, SIGTERM, and SIGKILL when they do not go (a stopped one cannot). Orphans by knob stay."""
+        """Ends the workers: closed pipes, SIGTERM, and SIGKILL when they do not go (a stopped one cannot).
+
+        Orphans by knob stay.
+        """
         if self.knobs.orphan_workers:
             return
         for writer in self.lifelines:
@@ -165,7 +172,9 @@ class Core:
         text = f"Worker proc VllmWorker-{rank} died unexpectedly (exit code: {code}), shutting down executor."
         log.line("ERROR", "multiproc_executor.py:315", text, name)
         left = len(self.workers)
-        log.line("INFO", "multiproc_executor.py:479", f"[shutdown] Executor: waiting for worker exit count={left}", name)
+        log.line(
+            "INFO", "multiproc_executor.py:479", f"[shutdown] Executor: waiting for worker exit count={left}", name
+        )
         log.line("ERROR", "core.py:1512", "EngineCore encountered a fatal error.", name)
         log.line("ERROR", "core.py:1512", "Traceback (most recent call last):", name)
         log.line("ERROR", "core.py:1512", "RuntimeError: cancelled", name)
@@ -198,7 +207,10 @@ class Core:
             raise ValueError(f"unknown command {command!r} from the API server")
 
     def run(self) -> NoReturn:
-        """Sleeps until a command, a signal or a worker's end. An API server that was killed leaves this process behind, as the real one."""
+        """Sleeps until a command, a signal or a worker's end.
+
+        An API server that was killed leaves this process behind, as the real one.
+        """
         set_title("VLLM::EngineCore")
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
@@ -237,7 +249,9 @@ class Engine:
     """The API server's handle on the engine core."""
 
     def __init__(self, ranks: int, knobs: Knobs, close_in_child: list[int]):
-        """Forks at once; `close_in_child` are descriptors that the real engine core would not inherit, such as the server's socket."""
+        """Forks at once; `close_in_child` are descriptors that the real engine core would not inherit, such as the
+        server's socket.
+        """
         self.ranks, self.knobs = ranks, knobs
         self.workers: list[int] = []
         self.segments: list[str] = []
@@ -254,7 +268,12 @@ class Engine:
             try:
                 Core(command_reader, report_writer, ranks, knobs).run()
             except BaseException as error:
-                log.line("ERROR", "core.py:1510", f"EngineCore failed to start.\n{type(error).__name__}: {error}", "EngineCore")
+                log.line(
+                    "ERROR",
+                    "core.py:1510",
+                    f"EngineCore failed to start.\n{type(error).__name__}: {error}",
+                    "EngineCore",
+                )
             os._exit(1)
         os.close(command_reader)
         os.close(report_writer)
@@ -296,14 +315,23 @@ class Engine:
         end = time.monotonic() + limit
         while not self.workers and self.alive():
             if time.monotonic() > end:
-                raise TimeoutError(f"no workers after {limit} s from engine core {self.pid}; is the machine overloaded?")
+                raise TimeoutError(
+                    f"no workers after {limit} s from engine core {self.pid}; is the machine overloaded?"
+                )
             time.sleep(0.005)
 
     def suspended(self) -> bool:
-        """Whether the engine core or a worker is stopped (SIGSTOP): then no step is computed, though everything looks alive."""
+        """Whether the engine core or a worker is stopped (SIGSTOP): then no step is computed, though everything looks
+        alive.
+        """
         for pid in [self.pid, *self.workers]:
             try:
-                state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+                state = (
+                    Path(f"/proc/{pid}/stat")
+                    .read_text(encoding="utf-8", errors="replace")
+                    .rpartition(")")[2]
+                    .split()[0]
+                )
             except (OSError, IndexError):
                 continue
             if state in "Tt":
@@ -311,7 +339,9 @@ class Engine:
         return False
 
     def stop(self, patience: float) -> None:
-        """Ends the engine core: asked, then killed after `patience` seconds, and what it could not remove itself is removed."""
+        """Ends the engine core: asked, then killed after `patience` seconds, and what it could not remove itself is
+        removed.
+        """
         self.tell("quit")
         end = time.monotonic() + patience
         while self.alive():

@@ -57,6 +57,8 @@ class Knobs:
     ignore_sigterm: bool = False
     stop_s: float = 0.3
     second_term_s: float = 1.0
+    swallowed_term: str = "hang"
+    abort_hangs: bool = False
     orphan_workers: bool = False
     memory_mib: int = 0
     shm_mib: int = 1
@@ -77,7 +79,9 @@ def knobs_file() -> Path:
 
 
 def merged(content: dict[str, Any], argv: str) -> tuple[dict[str, Any], list[str]]:
-    """The values for a command line, and the rules that matched: top-level keys first, then each matching rule in order."""
+    """The values for a command line, and the rules that matched: top-level keys first, then each matching rule in
+    order.
+    """
     values = {key: value for key, value in content.items() if key not in ("variants", "about")}
     applied = []
     rules = content.get("variants", [])
@@ -85,7 +89,9 @@ def merged(content: dict[str, Any], argv: str) -> tuple[dict[str, Any], list[str
         raise fail(f"`variants` is a list of objects with `when`, found {type(rules).__name__}")
     for rule in rules:
         if not isinstance(rule, dict) or not isinstance(rule.get("when"), str):
-            raise fail(f"each entry of `variants` needs `when`, a substring of the command line, found {json.dumps(rule)}")
+            raise fail(
+                f"each entry of `variants` needs `when`, a substring of the command line, found {json.dumps(rule)}"
+            )
         unless = rule.get("unless")
         if rule["when"] in argv and not (unless and unless in argv):
             applied.append(rule["when"])
@@ -94,7 +100,10 @@ def merged(content: dict[str, Any], argv: str) -> tuple[dict[str, Any], list[str
 
 
 def load(argv: list[str]) -> Knobs:
-    """The knobs for this command line. Ends the program with status 64 for a file that cannot be read or an unknown knob."""
+    """The knobs for this command line.
+
+    Ends the program with status 64 for a file that cannot be read or an unknown knob.
+    """
     file = knobs_file()
     try:
         content = json.loads(file.read_text(encoding="utf-8"))

@@ -27,7 +27,9 @@ class Yes(BaseHTTPRequestHandler):
 
 
 def run(host: str, port: int) -> NoReturn:
-    """Serves for ORPHAN_LIMIT_S seconds at most, so that an interrupted test leaves nothing for ever; SIGTERM ends it."""
+    """Serves for ORPHAN_LIMIT_S seconds at most, so that an interrupted test leaves nothing for ever; SIGTERM ends
+    it.
+    """
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)

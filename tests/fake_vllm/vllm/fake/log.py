@@ -16,7 +16,10 @@ def stamp() -> str:
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
-    """Writes at once: a reader of the pipe must see a line when it is printed. A closed reader ends the printing, not the engine."""
+    """Writes at once: a reader of the pipe must see a line when it is printed.
+
+    A closed reader ends the printing, not the engine.
+    """
     target = stream if stream is not None else sys.stdout
     try:
         target.write(text)

@@ -26,7 +26,10 @@ class Histogram:
 
 @dataclass
 class Metrics:
-    """All figures of one server. `positions` counts accepted draft tokens by position and is None when speculation is off."""
+    """All figures of one server.
+
+    `positions` counts accepted draft tokens by position and is None when speculation is off.
+    """
 
     model: str
     max_tokens: int
@@ -89,23 +92,41 @@ class Metrics:
             if self.positions is not None:
                 single("vllm:spec_decode_num_drafts_total", "counter", "Number of spec decoding drafts.", self.drafts)
                 single("vllm:spec_decode_num_draft_tokens_total", "counter", "Number of draft tokens.", self.drafted)
-                single("vllm:spec_decode_num_accepted_tokens_total", "counter", "Number of accepted tokens.", self.accepted)
+                single(
+                    "vllm:spec_decode_num_accepted_tokens_total", "counter", "Number of accepted tokens.", self.accepted
+                )
                 name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
                 head(name, "counter", "Accepted tokens per draft position.")
-                out.extend(f'{name}{{{labels},position="{at}"}} {float(count)}' for at, count in enumerate(self.positions))
+                out.extend(
+                    f'{name}{{{labels},position="{at}"}} {float(count)}' for at, count in enumerate(self.positions)
+                )
             single("vllm:num_requests_running", "gauge", "Number of requests in model execution batches.", self.running)
             single("vllm:num_requests_waiting", "gauge", "Number of requests waiting to be processed.", self.waiting)
             used = min(1.0, self.context_tokens / self.max_tokens) if self.max_tokens else 0.0
             single("vllm:kv_cache_usage_perc", "gauge", "KV-cache usage. 1 means 100 percent usage.", used)
-            single("vllm:num_preemptions_total", "counter", "Cumulative number of preemption from the engine.", self.preemptions)
+            single(
+                "vllm:num_preemptions_total",
+                "counter",
+                "Cumulative number of preemption from the engine.",
+                self.preemptions,
+            )
             single("vllm:prompt_tokens_total", "counter", "Number of prefill tokens processed.", self.prompt_tokens)
-            single("vllm:generation_tokens_total", "counter", "Number of generation tokens processed.", self.generation_tokens)
+            single(
+                "vllm:generation_tokens_total",
+                "counter",
+                "Number of generation tokens processed.",
+                self.generation_tokens,
+            )
             name = "vllm:request_success_total"
             head(name, "counter", "Count of successfully processed requests.")
             for reason, count in self.success.items():
                 out.append(f'{name}{{engine="0",finished_reason="{reason}",model_name="{self.model}"}} {float(count)}')
-            histogram("vllm:time_to_first_token_seconds", "Histogram of time to first token in seconds.", self.first_token)
-            histogram("vllm:inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", self.between_tokens)
+            histogram(
+                "vllm:time_to_first_token_seconds", "Histogram of time to first token in seconds.", self.first_token
+            )
+            histogram(
+                "vllm:inter_token_latency_seconds", "Histogram of inter-token latency in seconds.", self.between_tokens
+            )
             name = "vllm:request_time_per_output_token_seconds"
             histogram(name, "Histogram of time_per_output_token_seconds per request.", self.per_token)
             histogram("vllm:e2e_request_latency_seconds", "Histogram of e2e request latency in seconds.", self.whole)
@@ -113,6 +134,7 @@ class Metrics:
             blocks = self.max_tokens // 16
             out.append(
                 f'vllm:cache_config_info{{block_size="16",cache_dtype="auto",enable_prefix_caching="True",engine="0",'
-                f'gpu_memory_utilization="{self.memory}",kv_cache_size_tokens="{self.max_tokens}",num_gpu_blocks="{blocks}"}} 1.0'
+                f'gpu_memory_utilization="{self.memory}",kv_cache_size_tokens="{self.max_tokens}",'
+                f'num_gpu_blocks="{blocks}"}} 1.0'
             )
         return "\n".join(out) + "\n"

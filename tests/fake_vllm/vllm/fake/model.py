@@ -43,10 +43,12 @@ def missing(model: str) -> Exception:
         return model_error(words_without_config(model))
     if model.startswith("/") or model.count("/") > 1:
         return HFValidationError(
-            f"Repo id must be in the form 'repo_name' or 'namespace/repo_name': {model!r}. Use `repo_type` argument if needed."
+            f"Repo id must be in the form 'repo_name' or 'namespace/repo_name': {model!r}. Use `repo_type` "
+            "argument if needed."
         )
     return LocalEntryNotFoundError(
-        "Cannot find an appropriate cached snapshot folder for the specified revision on the local disk and outgoing traffic has "
+        "Cannot find an appropriate cached snapshot folder for the specified revision on the local disk and "
+        "outgoing traffic has "
         "been disabled. To enable repo look-ups and downloads online, pass 'local_files_only=False' as input."
     )
 
@@ -79,10 +81,13 @@ def context_length(config: dict[str, Any], asked: int | None) -> int:
         return own[1]
     if asked > own[1]:
         raise model_error(
-            f"User-specified max_model_len ({asked}) is greater than the derived max_model_len ({own[0]}={float(own[1])} or "
+            f"User-specified max_model_len ({asked}) is greater than the derived max_model_len "
+            f"({own[0]}={float(own[1])} or "
             "model_max_length=None in model's config.json). To allow overriding this maximum, set the env var "
-            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1. VLLM_ALLOW_LONG_MAX_MODEL_LEN must be used with extreme caution. If the model uses "
-            "relative position encoding (RoPE), positions exceeding derived_max_model_len lead to nan. If the model uses absolute "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1. VLLM_ALLOW_LONG_MAX_MODEL_LEN must be used with extreme caution. "
+            "If the model uses "
+            "relative position encoding (RoPE), positions exceeding derived_max_model_len lead to nan. If the "
+            "model uses absolute "
             "position encoding, positions exceeding derived_max_model_len will cause a CUDA array out-of-bounds error."
         )
     return asked
@@ -90,10 +95,13 @@ def context_length(config: dict[str, Any], asked: int | None) -> int:
 
 def check_quantization(config: dict[str, Any], asked: str | None) -> None:
     """Raises ValidationError when the quantisation asked for is not the checkpoint's."""
-    own = (text_config(config).get("quantization_config") or config.get("quantization_config") or {}).get("quant_method")
+    own = (text_config(config).get("quantization_config") or config.get("quantization_config") or {}).get(
+        "quant_method"
+    )
     if asked and own and asked != own:
         raise model_error(
-            f"Quantization method specified in the model config ({own}) does not match the quantization method specified in the "
+            f"Quantization method specified in the model config ({own}) does not match the quantization method "
+            "specified in the "
             f"`quantization` argument ({asked})."
         )
 
@@ -102,7 +110,8 @@ def check_remote_code(model: str, config: dict[str, Any], trusted: bool) -> None
     """Raises ValidationError for a model that brings its own code without consent."""
     if config.get("auto_map") and not trusted:
         raise model_error(
-            f"The repository {model} contains custom code which must be executed to correctly load the model. You can inspect the "
+            f"The repository {model} contains custom code which must be executed to correctly load the model. You "
+            "can inspect the "
             f"repository content at {model} .\n You can inspect the repository content at https://hf.co/{model}.\n"
             "Please pass the argument `trust_remote_code=True` to allow custom code to be run."
         )

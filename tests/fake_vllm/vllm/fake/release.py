@@ -1,4 +1,6 @@
-"""What the recorded engine knew (flags, speculative methods, parsers), adapted to the release that this copy claims to be."""
+"""What the recorded engine knew (flags, speculative methods, parsers), adapted to the release that this copy claims
+to be.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 
 def version_key(version: str) -> tuple[int, int]:
     """(major, minor) of a release such as 0.32.0 or 0.32.0+cpu."""
-    major, minor = version.split("+")[0].split(".")[:2]
+    major, minor = version.split("+", maxsplit=1)[0].split(".")[:2]
     return int(major), int(minor)
 
 
@@ -37,6 +39,14 @@ def flags(version: str = __version__) -> list[dict[str, Any]]:
         if not since <= mine < until:
             found.pop(names, None)
         elif names not in found:
-            empty = {"nargs": None, "choices": None, "type": "str", "refusal": None, "default": None, "const": None, "deprecated": False}
+            empty = {
+                "nargs": None,
+                "choices": None,
+                "type": "str",
+                "refusal": None,
+                "default": None,
+                "const": None,
+                "deprecated": False,
+            }
             found[names] = {**empty, **change}
     return list(found.values())

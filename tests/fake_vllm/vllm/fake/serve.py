@@ -13,14 +13,15 @@ import time
 from typing import Any, NoReturn
 
 from vllm.engine.arg_utils import AsyncEngineArgs, VllmConfig
-from vllm.fake.parsers import validate_api_server_args
 from vllm.fake import knobs as knob_file
 from vllm.fake import log, release, story
 from vllm.fake.engine import Engine
+from vllm.fake.parsers import validate_api_server_args
 from vllm.fake.story import Beat
 from vllm.fake.teller import Teller
 
 KV_TOKENS = 400_000
+STATS_S = 10.0
 EARLY = ("start", "arguments")  # before the real server installs its signal handlers
 
 
@@ -45,7 +46,10 @@ def profile_for(args: argparse.Namespace, config: VllmConfig | None, wanted: str
 
 
 def moment(value: str | float | None, beats: list[Beat], knob: str) -> float | None:
-    """Seconds of the load at which a fault strikes: a phase's name, seconds, or a percentage such as "80%". None for no fault."""
+    """Seconds of the load at which a fault strikes: a phase's name, seconds, or a percentage such as "80%".
+
+    None for no fault.
+    """
     if value is None:
         return None
     total = story.length_of(beats)
@@ -104,7 +108,10 @@ class Launch:
     # --- the load
 
     def check(self) -> None:
-        """What the real server checks between its first lines and its engine. Errors end the program with a traceback and status 1."""
+        """What the real server checks between its first lines and its engine.
+
+        Errors end the program with a traceback and status 1.
+        """
         from vllm.fake.server import bound_socket
 
         validate_api_server_args(self.args)
@@ -160,7 +167,9 @@ class Launch:
                 self.crash()
             self.until(self.born + beat.at)
             if beat.phase == "api" and self.terms:
-                self.hang()
+                if knobs.swallowed_term == "hang":
+                    self.hang()
+                self.terms = 0  # swallowed without a trace
             self.enter(beat)
             self.teller.tell(beat)
 
@@ -202,7 +211,9 @@ class Launch:
             self.pause(left)
 
     def look(self) -> None:
-        """During the load: the first signal is swallowed, the second ends it; an engine that died ends it, unless a signal was swallowed."""
+        """During the load: the first signal is swallowed, the second ends it; an engine that died ends it, unless a
+        signal was swallowed.
+        """
         if self.terms >= 2:
             self.pause(self.knobs.second_term_s)
             self.end_engine()
@@ -218,7 +229,7 @@ class Launch:
         """Prints nothing more and uses no CPU; signals and a dying engine still count."""
         while True:
             self.look()
-            self.pause(None if self.knobs.ignore_sigterm else 60.0)
+            self.pause(None)
 
     def crash(self) -> NoReturn:
         """The load fails in the recorded way."""
@@ -281,6 +292,8 @@ class Launch:
         if knobs.health_ok_but_engine_dead:
             self.engine.tell("die")
         timers = [value for value in (knobs.exit0_after_ready_s, knobs.die_after_ready_s) if value is not None]
+        said = 0
+        next_stats = ready + STATS_S
         while True:
             if self.terms:
                 return self.shut_down()
@@ -295,17 +308,45 @@ class Launch:
                 timers = [value for value in timers if value != knobs.exit0_after_ready_s]
                 self.engine.tell(f"kill 0 {int(signal.SIGKILL)}")
                 knobs.exit0_after_ready_s = None
-            self.pause(min([max(0.0, value - spent) for value in timers], default=None))
+            if time.monotonic() >= next_stats:
+                said = self.say_stats(said)
+                next_stats += STATS_S
+            self.pause(min([max(0.0, value - spent) for value in timers] + [max(0.0, next_stats - time.monotonic())]))
+
+    def say_stats(self, said: int) -> int:
+        """The periodic line, when something happened since the last one.
+
+        Takes and returns the tokens generated so far.
+        """
+        metrics = self.state.writer.metrics
+        made: int = metrics.generation_tokens
+        running: int = metrics.running
+        if made == said and not running:
+            return said
+        used = 100 * metrics.context_tokens / metrics.max_tokens
+        log.line(
+            "INFO",
+            "loggers.py:335",
+            f"Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: "
+            f"{(made - said) / STATS_S:.1f} tokens/s, "
+            f"Running: {running} reqs, Waiting: {metrics.waiting} reqs, GPU KV cache usage: {used:.1f}%, Prefix "
+            "cache hit rate: 0.0%",
+        )
+        return made
 
     def die(self) -> int:
-        """Ends this process without a word, by a signal or a status, leaving the engine's processes to whoever cleans up."""
+        """Ends this process without a word, by a signal or a status, leaving the engine's processes to whoever cleans
+        up.
+        """
         if self.knobs.die_signal is not None:
             os.kill(os.getpid(), self.knobs.die_signal)
         self.end_engine()
         return self.knobs.exit_code if self.knobs.exit_code is not None else 1
 
     def engine_died(self) -> int | None:
-        """The engine is gone: streams end with an error, /health says 503, and after a while the server ends with status 0."""
+        """The engine is gone: streams end with an error, /health says 503, and after a while the server ends with
+        status 0.
+        """
         where = "async_llm.py:906"
         log.line("ERROR", where, "AsyncLLM output_handler failed.")
         log.line("ERROR", where, "Traceback (most recent call last):")
@@ -333,19 +374,23 @@ class Launch:
         log.write(f"INFO:     Finished server process [{os.getpid()}]\n")
 
     def shut_down(self) -> int:
-        """Asked to stop: abort or drain, then the engine, then the server. Never returns when streams outlive the drain limit."""
+        """Asked to stop: abort or drain, then the engine, then the server.
+
+        Never returns when streams outlive the drain limit.
+        """
         assert self.config is not None and self.engine is not None
         limit = self.config.shutdown_timeout
         mode = "drain" if limit else "abort"
         log.line("INFO", "launcher.py:254", "[shutdown] API server: shutdown triggered")
-        log.line("INFO", "launcher.py:270", f"[shutdown] API server: stopping engine client mode={mode} timeout={limit}s")
+        log.line(
+            "INFO", "launcher.py:270", f"[shutdown] API server: stopping engine client mode={mode} timeout={limit}s"
+        )
         log.line("INFO", "core_client.py:770", f"[shutdown] MPClient: start timeout={limit}s")
         self.state.draining = True
-        metrics = self.state.writer.metrics
         end = time.monotonic() + limit
-        while metrics.running + metrics.waiting and time.monotonic() < end:
+        while self.state.inflight and time.monotonic() < end:
             self.pause(0.02)
-        stuck = limit > 0 and metrics.running + metrics.waiting > 0
+        stuck = (limit > 0 or self.knobs.abort_hangs) and self.state.inflight > 0
         (self.state.writer.frozen if stuck else self.state.writer.broken).set()
         self.engine.stop(1.0)
         self.until_gone(time.monotonic() + self.knobs.stop_s)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,14 +16,17 @@ from typing import Any, Callable
 
 from vllm import __version__
 from vllm.fake import log, text
-from vllm.fake.answers import CLOSED, Job, Refusal, Request, Writer, bad, broken
+from vllm.fake.answers import CLOSED, Job, Refusal, Request, Writer, bad, broken, chat_prompt
 
 GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 
 
 @dataclass
 class State:
-    """What the routes need to know. `healthy` answers /health; `first` is called once, before the first completion is computed."""
+    """What the routes need to know.
+
+    `healthy` answers /health; `first` is called once, before the first completion is computed.
+    """
 
     writer: Writer
     model: str
@@ -34,6 +39,18 @@ class State:
     born: int = field(default_factory=lambda: int(time.time()))
     lock: threading.Lock = field(default_factory=threading.Lock)
     seen: bool = False
+    inflight: int = 0
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts a request from before its first byte until after its last: a drain must see all of it."""
+        with self.lock:
+            self.inflight += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.inflight -= 1
 
     def note_first(self) -> None:
         """Runs `first` for the first completion only."""
@@ -46,7 +63,11 @@ class State:
 def usage(request: Request) -> dict[str, Any]:
     """The token counts of a finished request."""
     done = sum(job.done for job in request.jobs)
-    return {"prompt_tokens": request.prompt_tokens, "total_tokens": request.prompt_tokens + done, "completion_tokens": done}
+    return {
+        "prompt_tokens": request.prompt_tokens,
+        "total_tokens": request.prompt_tokens + done,
+        "completion_tokens": done,
+    }
 
 
 def finish(job: Job) -> str:
@@ -64,9 +85,11 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
-    server_version = "uvicorn"
-    sys_version = ""
     state: State
+
+    def version_string(self) -> str:
+        """The Server header."""
+        return "uvicorn"
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: log_request prints the access line, and errors of broken clients are no news."""
@@ -78,7 +101,9 @@ class Handler(BaseHTTPRequestHandler):
             words = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
             words.update({500: "Internal Server Error", 503: "Service Unavailable"})
             number = int(code)
-            log.write(f'INFO:     {host}:{port} - "{self.command} {self.path} HTTP/1.1" {number} {words.get(number, "")}\n')
+            log.write(
+                f'INFO:     {host}:{port} - "{self.command} {self.path} HTTP/1.1" {number} {words.get(number, "")}\n'
+            )
 
     def reply(self, status: int, content: bytes, kind: str = "application/json") -> None:
         """A whole response."""
@@ -126,7 +151,10 @@ class Handler(BaseHTTPRequestHandler):
         """The list of served names."""
         state = self.state
         common = {"object": "model", "created": state.born, "owned_by": "vllm", "root": state.model, "parent": None}
-        rows = [{"id": name, **common, "max_model_len": state.writer.max_model_len, "permission": []} for name in state.writer.served]
+        rows = [
+            {"id": name, **common, "max_model_len": state.writer.max_model_len, "permission": []}
+            for name in state.writer.served
+        ]
         return {"object": "list", "data": rows}
 
     def body(self) -> Any:
@@ -149,7 +177,8 @@ class Handler(BaseHTTPRequestHandler):
             elif path == "/detokenize":
                 self.reply_json(200, {"prompt": text.decode(self.body().get("tokens", []))})
             elif path in ("/v1/completions", "/v1/chat/completions"):
-                self.complete(path == "/v1/chat/completions")
+                with self.state.counted():
+                    self.complete(path == "/v1/chat/completions")
             else:
                 self.reply_json(404, {"detail": "Not Found"})
         except Refusal as refusal:
@@ -159,8 +188,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def tokenize(self) -> None:
         """Token ids of a prompt or of chat messages."""
-        from vllm.fake.answers import chat_prompt
-
         body = self.body()
         ids = text.encode(chat_prompt(body["messages"]) if body.get("messages") else str(body.get("prompt", "")))
         length = self.state.writer.max_model_len
@@ -201,7 +228,9 @@ class Handler(BaseHTTPRequestHandler):
         return {**common, "text": content, "prompt_token_ids": job.prompt if request.token_ids else None}
 
     def stream(self, request: Request, steps: Iterator[list[tuple[Job, list[int]]]], head: dict[str, Any]) -> None:
-        """Server-sent events, one chunk per step; an error after the first chunk is an event, as the status is sent already."""
+        """Server-sent events, one chunk per step; an error after the first chunk is an event, as the status is sent
+        already.
+        """
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.send_header("Transfer-Encoding", "chunked")
@@ -218,7 +247,12 @@ class Handler(BaseHTTPRequestHandler):
                     whole = text.decode(job.out[: job.done])
                     part, said[index] = whole[said.get(index, 0) :], len(whole)
                     end = finish(job) if job.done >= len(job.out) else None
-                    common: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": end, "stop_reason": None}
+                    common: dict[str, Any] = {
+                        "index": index,
+                        "logprobs": None,
+                        "finish_reason": end,
+                        "stop_reason": None,
+                    }
                     common["token_ids"] = ids if request.token_ids else None
                     said_here = {"delta": {"content": part}} if request.chat else {"text": part}
                     self.event({**head, "choices": [{**common, **said_here}]})
@@ -253,8 +287,6 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no error of the server; anything else is printed by the base class."""
-        import sys
-
         if not isinstance(sys.exc_info()[1], (BrokenPipeError, ConnectionResetError)):
             super().handle_error(request, client_address)
 
@@ -265,7 +297,10 @@ class Server(ThreadingHTTPServer):
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, as the real server has it during its whole load. Raises OSError when the port is taken."""
+    """A bound socket that does not listen yet, as the real server has it during its whole load.
+
+    Raises OSError when the port is taken.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

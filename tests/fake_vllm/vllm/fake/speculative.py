@@ -12,13 +12,17 @@ SYNC_METHODS = ("ngram", "suffix", "medusa", "mlp_speculator", "custom_class")
 SELF_DRAFTING = ("ngram", "[ngram]", "ngram_gpu", "suffix", "extract_hidden_states")
 TAIL = "very_timeout_sec=120))})"
 WORDS_NO_K = (
-    "num_speculative_tokens must be provided with speculative model unless the draft model config contains an n_predict parameter."
+    "num_speculative_tokens must be provided with speculative model unless the draft model config contains an "
+    "n_predict parameter."
 )
 
 
 @dataclass
 class SpeculativeConfig:
-    """What a --speculative-config became. Lookup lengths are in tokens; `model` is the draft's folder, or the method for self-drafting ones."""
+    """What a --speculative-config became.
+
+    Lookup lengths are in tokens; `model` is the draft's folder, or the method for self-drafting ones.
+    """
 
     method: str
     num_speculative_tokens: int
@@ -28,7 +32,9 @@ class SpeculativeConfig:
 
     def __str__(self) -> str:
         draft = repr(self.model) if self.model and self.model != self.method else None
-        return f"SpeculativeConfig(method={self.method!r}, model={draft}, num_spec_tokens={self.num_speculative_tokens})"
+        return (
+            f"SpeculativeConfig(method={self.method!r}, model={draft}, num_spec_tokens={self.num_speculative_tokens})"
+        )
 
     __repr__ = __str__
 
@@ -36,6 +42,22 @@ class SpeculativeConfig:
 def fail(text: str, given: dict[str, Any]) -> ValidationError:
     """An error of the config as a whole."""
     return ValidationError("SpeculativeConfig", [value_problem(text, repr({**given, "target_model_config": 0}), TAIL)])
+
+
+def number_problem(name: str, value: Any, rule: dict[str, Any]) -> str | None:
+    """What is wrong with the value of an integer key, or None."""
+    text = kind = ""
+    if isinstance(value, str) and not value.lstrip("-").isdigit():
+        text, kind = "Input should be a valid integer, unable to parse string as an integer", "int_parsing"
+    elif isinstance(value, float) and value != int(value):
+        text, kind = "Input should be a valid integer, got a number with a fractional part", "int_from_float"
+    elif not isinstance(value, (int, float, str)):
+        text, kind = "Input should be a valid integer", "int_type"
+    elif "gt" in rule and int(value) <= rule["gt"]:
+        text, kind = f"Input should be greater than {rule['gt']}", "greater_than"
+    elif "ge" in rule and int(value) < rule["ge"]:
+        text, kind = f"Input should be greater than or equal to {rule['ge']}", "greater_than_equal"
+    return problem(name, text, kind, value) if kind else None
 
 
 def field_problem(name: str, value: Any, rule: dict[str, Any], methods: list[str]) -> str | None:
@@ -46,17 +68,7 @@ def field_problem(name: str, value: Any, rule: dict[str, Any], methods: list[str
         choices = ", ".join(repr(method) for method in methods[:-1]) + f" or {methods[-1]!r}"
         return problem(name, f"Input should be {choices}", "literal_error", value)
     if rule["type"] == "int":
-        if isinstance(value, str) and not value.lstrip("-").isdigit():
-            return problem(name, "Input should be a valid integer, unable to parse string as an integer", "int_parsing", value)
-        if isinstance(value, float) and value != int(value):
-            text = "Input should be a valid integer, got a number with a fractional part"
-            return problem(name, text, "int_from_float", value)
-        if not isinstance(value, (int, float, str)):
-            return problem(name, "Input should be a valid integer", "int_type", value)
-        if "gt" in rule and int(value) <= rule["gt"]:
-            return problem(name, f"Input should be greater than {rule['gt']}", "greater_than", value)
-        if "ge" in rule and int(value) < rule["ge"]:
-            return problem(name, f"Input should be greater than or equal to {rule['ge']}", "greater_than_equal", value)
+        return number_problem(name, value, rule)
     if rule["type"] == "str" and not isinstance(value, str):
         return problem(name, "Input should be a valid string", "string_type", value)
     return None
@@ -78,7 +90,10 @@ def check_fields(given: dict[str, Any]) -> None:
 
 
 def lookup_range(given: dict[str, Any]) -> tuple[int, int]:
-    """(min, max) of an n-gram lookup: 5 and 5 when neither is given, a missing one copied from the other. Raises when min > max."""
+    """(min, max) of an n-gram lookup: 5 and 5 when neither is given, a missing one copied from the other.
+
+    Raises when min > max.
+    """
     low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
     if low is None and high is None:
         low = high = 5
@@ -89,16 +104,21 @@ def lookup_range(given: dict[str, Any]) -> tuple[int, int]:
 
 
 def resolve(given: Any, target_model: str, draft_exists: Any) -> SpeculativeConfig:
-    """The config that a JSON value becomes. `draft_exists(path)` raises the loader's error for a draft that cannot be read.
+    """The config that a JSON value becomes.
 
-    Raises AttributeError for JSON that is no object, ImportError for a method whose package is missing, NotImplementedError for a method
-    that the target has no weights for, else ValidationError.
+    `draft_exists(path)` raises the loader's error for a draft that cannot be read.
+
+    Raises AttributeError for JSON that is no object, ImportError for a method whose package is missing,
+    NotImplementedError for a method that the target has no weights for, else ValidationError.
     """
     if not isinstance(given, dict):
         raise AttributeError(f"{type(given).__name__!r} object has no attribute 'items'")
     check_fields(given)
     if given.get("tensor_parallel_size") is not None:
-        text = "'tensor_parallel_size' is not a valid argument in the speculative_config. Please pass 'draft_tensor_parallel_size' instead."
+        text = (
+            "'tensor_parallel_size' is not a valid argument in the speculative_config. Please pass "
+            "'draft_tensor_parallel_size' instead."
+        )
         raise fail(text, given)
     model, count = given.get("model"), given.get("num_speculative_tokens")
     method = given.get("method") or ("ngram" if model in ("ngram", "[ngram]") else "draft_model")
@@ -115,7 +135,8 @@ def resolve(given: Any, target_model: str, draft_exists: Any) -> SpeculativeConf
             raise NotImplementedError("Unsupported speculative method: 'mtp'")
         if method == "custom_class":
             text = (
-                "method='custom_class' requires 'model' to contain the custom proposer module path (e.g., 'my_module.MyProposer')."
+                "method='custom_class' requires 'model' to contain the custom proposer module path (e.g., "
+                "'my_module.MyProposer')."
             )
             raise fail(text, given)
         if method not in SELF_DRAFTING:

@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm.fake import release
 
-# Share of a load per phase. Recordings are of a small model, where importing Python takes most of the time; a large one spends it on
-# weights, compiling and graphs, and that is the load that a watcher has to be tested on.
+# Share of a load per phase. Recordings are of a small model, where importing Python takes most of the time; a large one
+# spends it on weights, compiling and graphs, and that is the load that a watcher has to be tested on.
 SHARES = {
     "start": 0.02,
     "arguments": 0.01,
@@ -33,7 +33,10 @@ BLOCKS = " ▏▎▍▌▋▊▉"
 
 @dataclass
 class Beat:
-    """One thing that happens: `at` seconds after the start. `who` and `text` as in record_log.py; `raw` text is written as it stands."""
+    """One thing that happens: `at` seconds after the start.
+
+    `who` and `text` as in record_log.py; `raw` text is written as it stands.
+    """
 
     at: float
     phase: str
@@ -66,7 +69,9 @@ def shard_lines(total: int, spent: float) -> Iterator[tuple[float, str]]:
 
 
 def graph_updates(name: str, total: int, spent: float) -> Iterator[tuple[float, str]]:
-    """(share, text) of a graph bar: updates follow each other by carriage returns on one line; the newline comes at the end."""
+    """(share, text) of a graph bar: updates follow each other by carriage returns on one line; the newline comes at
+    the end.
+    """
     for done in range(0, total + 1, 3 if total % 3 == 0 else 1):
         share = done / total
         full, part = divmod(int(share * 80), 8)
@@ -88,7 +93,10 @@ def profiles() -> list[str]:
 
 
 def lay_out(profile: str, load_s: float, shards: int, shard_s: float | None) -> list[Beat]:
-    """All beats of a start. `shard_s` seconds for each shard stretch the weights phase, and so the load, beyond `load_s`."""
+    """All beats of a start.
+
+    `shard_s` seconds for each shard stretch the weights phase, and so the load, beyond `load_s`.
+    """
     lines = read(profile)
     present = list(dict.fromkeys(line["phase"] for line in lines))
     scale = load_s / sum(SHARES[name] for name in present)
@@ -108,7 +116,9 @@ def lay_out(profile: str, load_s: float, shards: int, shard_s: float | None) -> 
             first = number == 0
             if line in bars:
                 name = line["text"][len("{bar:") : -1]
-                updates = shard_lines(shards, bar_length) if name == WEIGHTS else graph_updates(name, GRAPHS, bar_length)
+                updates = (
+                    shard_lines(shards, bar_length) if name == WEIGHTS else graph_updates(name, GRAPHS, bar_length)
+                )
                 for share, text in updates:
                     beats.append(Beat(at + share * bar_length, phase, line["who"], text, raw=True, opens=first))
                     first = False

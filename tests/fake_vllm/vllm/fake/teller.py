@@ -1,10 +1,13 @@
-"""Prints the recorded lines with this start's own names, numbers and process ids, and the lines of a start that fails."""
+"""Prints the recorded lines with this start's own names, numbers and process ids, and the lines of a start that
+fails.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
 import secrets
 import sys
 from pathlib import Path
@@ -21,11 +24,20 @@ def non_default(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that differ from their defaults, keys hidden, as the real engine logs them."""
     skip = ("model", "subparser", "dispatch_function")
     defaults = {flag["dest"]: flag["default"] for flag in release.flags()}
-    given = {key: value for key, value in vars(args).items() if key not in skip and key in defaults and value != defaults[key]}
+    given = {
+        key: value
+        for key, value in vars(args).items()
+        if key not in skip and key in defaults and value != defaults[key]
+    }
     ordered = {"model_tag": args.model_tag, **given, "model": args.model}
     if "api_key" in ordered:
         ordered["api_key"] = "***"
     return {key: value for key, value in ordered.items() if value is not None}
+
+
+def fill(text: str, names: dict[str, Any]) -> str:
+    """Puts names into a text whose other braces are its own, such as those of {'EngineCore': 1}."""
+    return re.sub(r"\{(\w+)\}", lambda found: str(names.get(found[1], found[0])), text)
 
 
 class Teller:
@@ -106,15 +118,15 @@ class Teller:
         engine = self.prefixes("EngineCore")[0][1]
         stamp = log.stamp()
         for text in cause.get("raw", []):
-            log.write(text.format(**names) + "\n", sys.stderr)
+            log.write(fill(text, names) + "\n", sys.stderr)
         own = [*cause.get("frames", []), *cause.get("text", "").split("\n")]
         if cause["who"] == "worker" and cause.get("text"):
             for text in [*wrappers["worker_head"], *own]:
-                log.write(f"{worker}ERROR {stamp} [multiproc_executor.py:953] {text.format(**names)}\n")
+                log.write(f"{worker}ERROR {stamp} [multiproc_executor.py:953] {fill(text, names)}\n")
         inner = cause["who"] == "engine"
         core = [*wrappers["engine"][:-1], *own] if inner else wrappers["engine"]
         process = [*wrappers["process"][:-1], *own] if inner else wrappers["process"]
         for text in core:
-            log.write(f"{engine}ERROR {stamp} [core.py:1510] {text}\n".format(**names))
+            log.write(f"{engine}ERROR {stamp} [core.py:1510] {fill(text, names)}\n")
         for text in [*process, *wrappers["api"]]:
-            log.write(text.format(**names) + "\n", sys.stderr)
+            log.write(fill(text, names) + "\n", sys.stderr)

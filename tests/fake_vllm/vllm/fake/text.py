@@ -1,6 +1,7 @@
 """Tokens and answers: an exact, tiny tokenizer and a writer whose text depends on nothing but the prompt and a seed.
 
-Ids 0-255 are bytes, ids from 256 on are WORDS, first with, then without, a leading space. Decoding what was encoded gives the same text.
+Ids 0-255 are bytes, ids from 256 on are WORDS, first with, then without, a leading space. Decoding what was encoded
+gives the same text.
 """
 
 from __future__ import annotations
@@ -9,20 +10,9 @@ import re
 import zlib
 from dataclasses import dataclass
 
-WORDS = (
-    "the of and to in is that for it as with was on be at by this have from or one had not but what all were when we there can an your "
-    "which their said if do will each about how up out them then she many some so these would other into has more her two like him see "
-    "time could no make than first been its who now people my made over did down only way find use may water long little very after words "
-    "called just where most know get through back much before go good new write our used me man too any day same right look think also "
-    "around another came come work three word must because does part even place well such here take why things help put years different "
-    "away again off went old number great tell men say small every found still between name should home big give air line set own under "
-    "read last never us left end along while might next sound below saw something thought both few those always looked show large often "
-    "together asked house world going want school important until form food keep children feet land side without boy once animals life "
-    "enough took sometimes four head above kind began almost live page got earth need far hand high year mother light parts country father "
-    "let night following picture being study second eyes soon times story boys since white days ever paper hard near sentence better best "
-    "across during today others however sure means knew try told young miles sun ways thing whole hear example heard several change answer "
-    "room sea against top turned learn point city play toward five using himself usually Paris France capital server engine token model"
-).split()
+from vllm.fake import release
+
+WORDS = (release.DATA / "words.txt").read_text(encoding="utf-8").split()
 PIECES = re.compile(r" ?[A-Za-z]+|.", re.DOTALL)
 IDS = {text: 256 + index for index, text in enumerate([" " + word for word in WORDS] + list(WORDS))}
 TEXTS = {number: text for text, number in IDS.items()}
@@ -42,7 +32,10 @@ def encode(text: str) -> list[int]:
 
 def decode(ids: list[int]) -> str:
     """The text of token ids; ids outside the vocabulary and halves of characters become replacement characters."""
-    raw = b"".join(TEXTS[number].encode() if number in TEXTS else bytes([number]) if 0 <= number < 256 else b"\xef\xbf\xbd" for number in ids)
+    raw = b"".join(
+        TEXTS[number].encode() if number in TEXTS else bytes([number]) if 0 <= number < 256 else b"\xef\xbf\xbd"
+        for number in ids
+    )
     return raw.decode("utf-8", errors="replace")
 
 
@@ -61,9 +54,12 @@ def number(*parts: int) -> int:
 
 
 def answer(prompt: list[int], limit: int, style: Style, ignore_eos: bool = False) -> tuple[list[int], bool]:
-    """(token ids, whether it ended by itself) for a prompt, at most `limit` tokens. The same for every variant of a model.
+    """(token ids, whether it ended by itself) for a prompt, at most `limit` tokens.
 
-    The text mixes new words with passages repeated from the prompt and the answer so far, so that an n-gram proposer finds something.
+    The same for every variant of a model.
+
+    The text mixes new words with passages repeated from the prompt and the answer so far, so that an n-gram proposer
+    finds something.
     """
     if style.kind == "empty":
         return [], True
@@ -82,7 +78,9 @@ def answer(prompt: list[int], limit: int, style: Style, ignore_eos: bool = False
         both = prompt + out
         if draw % 100 < 30 and len(both) > 8:
             at = (draw >> 8) % (len(both) - 6)
-            out += both[at : at + 3 + draw % 6]
+            span = both[at : at + 3 + draw % 6]
+            # halves of a multi-byte character would decode to rubbish
+            out += [item for item in span if item < 128 or item >= 256]
         else:
             out.append(256 + (draw >> 8) % len(WORDS))
             if draw % 11 == 0:
@@ -91,7 +89,9 @@ def answer(prompt: list[int], limit: int, style: Style, ignore_eos: bool = False
 
 
 def ngram_drafts(context: list[int], low: int, high: int, count: int) -> list[int]:
-    """Up to `count` tokens that followed the earliest earlier place where the longest suffix of `low`..`high` tokens occurs."""
+    """Up to `count` tokens that followed the earliest earlier place where the longest suffix of `low`..`high` tokens
+    occurs.
+    """
     for size in range(min(high, len(context) - 1), low - 1, -1):
         suffix = context[-size:]
         for at in range(len(context) - size):
@@ -101,7 +101,9 @@ def ngram_drafts(context: list[int], low: int, high: int, count: int) -> list[in
 
 
 def steps_by_ngram(prompt: list[int], out: list[int], low: int, high: int, count: int) -> list[tuple[int, int]]:
-    """(drafted, accepted) of each decode step that yields `out`; the first token comes from prefill and is not in the list."""
+    """(drafted, accepted) of each decode step that yields `out`; the first token comes from prefill and is not in the
+    list.
+    """
     steps: list[tuple[int, int]] = []
     done = 1
     while done < len(out):

@@ -1,4 +1,6 @@
-"""The argument parser under the real engine's name: dashes and underscores are the same, dotted keys build JSON, unknown flags end it."""
+"""The argument parser under the real engine's name: dashes and underscores are the same, dotted keys build JSON,
+unknown flags end it.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +52,20 @@ def merge(target: dict[str, Any], keys: list[str], value: Any) -> None:
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """argparse with the engine's liberties. Errors are argparse's own: message on standard error, exit status 2."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """Parses after rewriting: `serve --model X`, underscores, -O3, and dotted keys gathered into one JSON argument."""
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """Parses after rewriting: `serve --model X`, underscores, -O3, and dotted keys gathered into one JSON
+        argument.
+        """
         given = list(sys.argv[1:] if args is None else args)
         if given[:1] == ["serve"]:
             given = self._model_first(given)
         rewritten: list[str] = []
         dotted: dict[str, dict[str, Any]] = {}
         rest = iter(given)
-        for argument in rest:
+        for given_argument in rest:
+            argument = given_argument
             if not argument.startswith("--"):
                 short = re.fullmatch(r"-O=?([0-3])", argument)
                 rewritten += ["--optimization-level", short.group(1)] if short else [argument]
@@ -88,7 +95,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
                 continue
             log.warning(
                 "argparse_utils.py:300",
-                "With `vllm serve`, you should provide the model as a positional argument or in a config file instead of "
+                "With `vllm serve`, you should provide the model as a positional argument or in a config file "
+                "instead of "
                 "via the `--model` option. The `--model` option will be removed in a future version.",
             )
             if argument == "--model":

@@ -8,7 +8,18 @@ import sys
 from vllm.fake.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-COMMANDS = ("chat", "complete", "serve", "launch", "bench", "collect-env", "download-kernels", "preload", "run-batch", "snapshot")
+COMMANDS = (
+    "chat",
+    "complete",
+    "serve",
+    "launch",
+    "bench",
+    "collect-env",
+    "download-kernels",
+    "preload",
+    "run-batch",
+    "snapshot",
+)
 
 
 def make_parser() -> FlexibleArgumentParser:
@@ -34,7 +45,10 @@ def main() -> None:
 
         sys.exit(serve(args))
     if args.subparser:
-        sys.exit(f"fake vllm: `vllm {args.subparser}` is not part of the fake engine; see tests/fake_vllm/README.md for what is")
+        sys.exit(
+            f"fake vllm: `vllm {args.subparser}` is not part of the fake engine; see tests/fake_vllm/README.md "
+            "for what is"
+        )
     parser.print_help()
 
 

@@ -1,4 +1,6 @@
-"""`python -m vllm.entrypoints.openai.api_server --model X ...`: the old way to start, which still works and says that it is old."""
+"""`python -m vllm.entrypoints.openai.api_server --model X ...`: the old way to start, which still works and says that
+it is old.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ __all__ = ["main", "validate_api_server_args"]
 def main() -> None:
     """Runs the server and exits with its status."""
     warnings.warn(
-        "The `python -m vllm.entrypoints.openai.api_server` command is deprecated and may be removed in a future release. "
+        "The `python -m vllm.entrypoints.openai.api_server` command is deprecated and may be removed in a future "
+        "release. "
         "Please use `vllm server` instead.",
         DeprecationWarning,
         stacklevel=1,

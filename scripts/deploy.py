@@ -1,0 +1,188 @@
+"""Deploy a variant through ansible-runner, with a live view of every host.
+
+    scripts/deploy.py ngram
+    scripts/deploy.py ngram -i inventory/mine --limit gpu1 --allow-disruption
+
+The playbook is playbooks/deploy.yml; this adds the view, one JSON line of results (--json), and exit codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ansible_runner
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "collections"))
+
+from ansible_collections.swapgate.core.plugins.module_utils import progress  # noqa: E402
+
+OK, ROLLED_BACK, REFUSED, NO_SERVICE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
+# From best to worst: with several hosts the worst counts.
+CODES = {
+    "swapped": OK, "unchanged": OK, "planned": OK, "rolled_back": ROLLED_BACK, "recovered": ROLLED_BACK,
+    "refused": REFUSED, "unreachable": UNREACHABLE, "failed": NO_SERVICE,
+}
+SEVERITY = (OK, ROLLED_BACK, REFUSED, UNREACHABLE, NO_SERVICE)
+
+EPILOG = """exit codes:
+  0    every host serves the variant (or would, with --check)
+  1    a host went back to its last good variant: the one asked for failed there
+  2    refused: bad input, a failed preflight, or no consent; nothing that serves was touched
+  3    a host has no service: the variant and the way back failed
+  4    a host could not be reached; a swap that had begun there goes on without us
+  130  interrupted; a swap that had begun goes on: run the same command again to look at it
+"""
+
+
+class View:
+    """What the hosts do, gathered from runner events."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.started = time.monotonic()
+        self.task = "starting"
+        self.rows: dict[str, list[str]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
+        self.failures: dict[str, str] = {}
+
+    def table(self) -> Table:
+        """The current state as a table."""
+        elapsed = progress.seconds(time.monotonic() - self.started)
+        table = Table(title=f"{self.task} ({elapsed})", title_justify="left", expand=False)
+        for column in ("host", "variant", "phase", "progress"):
+            table.add_column(column, overflow="fold")
+        for host, row in sorted(self.rows.items()):
+            table.add_row(host, *row)
+        return table
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def handle(self, event: dict[str, Any]) -> None:
+        """Take one event of ansible-runner."""
+        data = event.get("event_data") or {}
+        kind, host = event.get("event"), data.get("host")
+        if kind == "playbook_on_task_start":
+            self.task = str(data.get("task") or self.task)
+        elif kind == "verbose":
+            for text in str(event.get("stdout", "")).splitlines():
+                line = progress.parse(text)
+                if line:
+                    self.rows[line["host"]] = [line["variant"], line["phase"], line["rest"]]
+                    if not self.console.is_terminal:
+                        self.console.print(text.strip(), highlight=False)
+        elif kind == "runner_on_unreachable" and host:
+            self.results[host] = {"outcome": "unreachable"}
+            self.failures[host] = str((data.get("res") or {}).get("msg", "unreachable"))
+        elif kind in ("runner_on_ok", "runner_on_failed") and host:
+            self._result(host, kind, data.get("res") or {}, bool(data.get("ignore_errors")))
+
+    def _result(self, host: str, kind: str, result: dict[str, Any], ignored: bool) -> None:
+        swap = (result.get("status") or {}).get("swap")
+        if swap:
+            self.results[host] = {
+                "outcome": swap["outcome"], "variant": swap["to"]["variant"], "release": swap["to"]["release"],
+                "seconds_without_service": swap["seconds_without_service"], "cause": swap["cause"],
+            }
+            self.rows[host] = [swap["to"]["variant"], swap["outcome"], ""]
+        if kind == "runner_on_failed" and not ignored:
+            self.failures[host] = str(result.get("msg", result))
+            self.results.setdefault(host, {"outcome": "refused"})
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", 1)[0], epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("variant", help="name of a variant in group_vars/all/variants.yml")
+    parser.add_argument("-i", "--inventory", action="append", metavar="PATH", help="default: ansible.cfg's")
+    parser.add_argument("-l", "--limit", metavar="HOSTS", help="only these hosts")
+    parser.add_argument("--check", action="store_true", help="show the plan, change nothing")
+    parser.add_argument("--preflight", action="store_true", help="check the variant, swap nothing")
+    parser.add_argument("--allow-disruption", action="store_true", help="consent to stopping what serves")
+    parser.add_argument("-e", "--extra-var", action="append", default=[], metavar="KEY=VALUE", help="as ansible-playbook -e")
+    parser.add_argument("--json", action="store_true", help="print {host: {outcome, ...}} as the last line")
+    return parser
+
+
+def run(args: argparse.Namespace, view: View) -> str:
+    """Run the playbook; returns ansible-runner's status."""
+    extra: dict[str, Any] = {"variant": args.variant, "vllm_swap_by": getpass.getuser()}
+    extra.update(dict(pair.split("=", 1) for pair in args.extra_var))
+    if args.allow_disruption:
+        extra["allow_disruption"] = True
+    options = ["--check"] if args.check else []
+    with tempfile.TemporaryDirectory(prefix="swapgate-") as folder:
+        done = ansible_runner.run(
+            private_data_dir=folder,
+            playbook=str(ROOT / "playbooks" / ("preflight.yml" if args.preflight else "deploy.yml")),
+            inventory=[str(Path(path).resolve()) for path in args.inventory or [str(ROOT / "inventory/sandbox")]],
+            limit=args.limit,
+            extravars=extra,
+            cmdline=" ".join(options),
+            envvars={
+                "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            },
+            event_handler=view.handle,
+            quiet=True,
+        )
+    if done.status != "successful" and not view.failures:
+        view.failures["playbook"] = (done.stdout.read() or "ansible-playbook failed").strip()[-2000:]
+    return str(done.status)
+
+
+def exit_code(view: View, status: str) -> int:
+    """The worst of the hosts' outcomes; REFUSED when the run failed before any host had one."""
+    codes = [CODES.get(result["outcome"], NO_SERVICE) for result in view.results.values()]
+    if status == "successful":
+        codes.append(OK)
+    elif not codes or max(codes) == OK:
+        codes.append(REFUSED)
+    return max(codes, key=SEVERITY.index)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Deploy and report."""
+    args = build_parser().parse_args(argv)
+    broken = [pair for pair in args.extra_var if "=" not in pair]
+    if broken:
+        print(f"deploy.py: -e: found {broken[0]!r}, expected KEY=VALUE", file=sys.stderr)
+        return REFUSED
+    console = Console(stderr=True)
+    view = View(console)
+    try:
+        if console.is_terminal:
+            with Live(view, console=console, refresh_per_second=2):
+                status = run(args, view)
+        else:
+            status = run(args, view)
+    except KeyboardInterrupt:
+        console.print("interrupted; a swap that had begun goes on: run the same command again to look at it")
+        return INTERRUPTED
+    if status == "canceled":
+        return INTERRUPTED
+    for host, result in sorted(view.results.items()):
+        console.print(f"{host}: {result['outcome']}", highlight=False)
+    for host, message in sorted(view.failures.items()):
+        console.print(f"{host}: {message}", highlight=False, markup=False)
+    if args.json:
+        print(json.dumps(view.results, sort_keys=True))
+    return exit_code(view, status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

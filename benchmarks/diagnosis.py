@@ -22,10 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "collections"))
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(ROOT))
 
 from ansible_collections.swapgate.core.plugins.module_utils import diagnosis, load_watch  # noqa: E402
-from diagnose import load_signatures  # noqa: E402
+from scripts.diagnose import load_signatures  # noqa: E402
 
 RANKS = 8
 _TALK = (
@@ -54,7 +54,7 @@ def chatter(lines: int) -> Iterator[str]:
             text = _TALK[kind].format(m=step // 60 % 60, s=step % 60, r=rank, i=step)
             yield f"{head}(Worker_TP{rank} pid=9{rank}) {text}"
         elif kind == len(_TALK):
-            yield f"{head}host1:9{rank}:9{rank} [{rank}] NCCL INFO Channel {step % 32:02d}/0 : {rank} -> 1 via P2P/CUMEM"
+            yield f"{head}host1:9{rank}:9{rank} [{rank}] NCCL INFO Channel {step % 32:02d}/0 : {rank} -> 1 via P2P"
         else:
             done = min(step // 300, 96)
             bar = f"{done * 100 // 96:3d}% Completed | {done}/96 [01:11<26:52, 23.72s/it]"

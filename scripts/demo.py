@@ -32,19 +32,21 @@ def playbook(name: str, host: str, *words: str) -> list[str]:
 def run(command: list[str]) -> None:
     """Print a command and run it; CalledProcessError when it fails."""
     print("\n$ " + " ".join(word.replace(f"{BIN}/", "") for word in command), flush=True)
-    subprocess.run(command, cwd=ROOT, check=True)  # noqa: S603 - our own commands, no shell
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def ask(port: int, served_name: str) -> str:
     """One greedy answer of the engine over its HTTP API."""
     body = {
-        "model": served_name, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0,
+        "model": served_name,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
         "max_tokens": ANSWER_TOKENS,
     }
-    request = urllib.request.Request(  # noqa: S310 - loopback, plain HTTP
+    request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=ANSWER_LIMIT_S) as answer:  # noqa: S310
+    with urllib.request.urlopen(request, timeout=ANSWER_LIMIT_S) as answer:
         return str(json.load(answer)["choices"][0]["message"]["content"])
 
 
@@ -87,11 +89,17 @@ def main(argv: list[str] | None = None) -> int:
         if code:
             print(f"\ndemo: stage '{name}' failed, exit {code}; what it printed is above.", file=sys.stderr)
             break
-    print("\nminutes: " + ", ".join(f"{name} {spent:.1f}" for name, spent in minutes)
-          + f"; {sum(spent for _, spent in minutes):.1f} in all", flush=True)
+    print(
+        "\nminutes: "
+        + ", ".join(f"{name} {spent:.1f}" for name, spent in minutes)
+        + f"; {sum(spent for _, spent in minutes):.1f} in all",
+        flush=True,
+    )
     if not code:
-        print(f"Swap back: ansible-playbook playbooks/deploy.yml -e variant=baseline; remove the host: "
-              f"scripts/sandbox.py destroy {host}")
+        print(
+            f"Swap back: ansible-playbook playbooks/deploy.yml -e variant=baseline; remove the host: "
+            f"scripts/sandbox.py destroy {host}"
+        )
     return code
 
 

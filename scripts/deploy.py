@@ -31,8 +31,14 @@ from ansible_collections.swapgate.core.plugins.module_utils import progress  # n
 OK, ROLLED_BACK, REFUSED, NO_SERVICE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 # From best to worst: with several hosts the worst counts.
 CODES = {
-    "swapped": OK, "unchanged": OK, "planned": OK, "rolled_back": ROLLED_BACK, "recovered": ROLLED_BACK,
-    "refused": REFUSED, "unreachable": UNREACHABLE, "failed": NO_SERVICE,
+    "swapped": OK,
+    "unchanged": OK,
+    "planned": OK,
+    "rolled_back": ROLLED_BACK,
+    "recovered": ROLLED_BACK,
+    "refused": REFUSED,
+    "unreachable": UNREACHABLE,
+    "failed": NO_SERVICE,
 }
 SEVERITY = (OK, ROLLED_BACK, REFUSED, UNREACHABLE, NO_SERVICE)
 
@@ -93,8 +99,11 @@ class View:
         swap = (result.get("status") or {}).get("swap")
         if swap:
             self.results[host] = {
-                "outcome": swap["outcome"], "variant": swap["to"]["variant"], "release": swap["to"]["release"],
-                "seconds_without_service": swap["seconds_without_service"], "cause": swap["cause"],
+                "outcome": swap["outcome"],
+                "variant": swap["to"]["variant"],
+                "release": swap["to"]["release"],
+                "seconds_without_service": swap["seconds_without_service"],
+                "cause": swap["cause"],
             }
             self.rows[host] = [swap["to"]["variant"], swap["outcome"], ""]
         if kind == "runner_on_failed" and not ignored:
@@ -113,7 +122,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--check", action="store_true", help="show the plan, change nothing")
     parser.add_argument("--preflight", action="store_true", help="check the variant, swap nothing")
     parser.add_argument("--allow-disruption", action="store_true", help="consent to stopping what serves")
-    parser.add_argument("-e", "--extra-var", action="append", default=[], metavar="KEY=VALUE", help="as ansible-playbook -e")
+    parser.add_argument(
+        "-e", "--extra-var", action="append", default=[], metavar="KEY=VALUE", help="as ansible-playbook -e"
+    )
     parser.add_argument("--json", action="store_true", help="print {host: {outcome, ...}} as the last line")
     return parser
 

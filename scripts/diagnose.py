@@ -43,6 +43,20 @@ SIGNATURES = ROOT / "roles" / "vllm_service" / "files" / "signatures.yml"
 EXIT = {"benign": 0, "fatal": 1, "alive": 3, "unknown": 4}
 # An nvidia-smi output or a case file is small; anything longer is a log and is never held in memory.
 SMALL = 256 * 1024
+_MOST_ROWS = 400  # more GPUs and processes than any host has
+_SMI_WORDS = {
+    "driver mismatch",
+    "no devices",
+    "driver not loaded",
+    "gpu not answering",
+    "nvml failed",
+    "nvidia-smi missing",
+    "field not known",
+    "no processes",
+    "requires reset",
+    "lost",
+}
+_SYSTEMCTL, _JOURNALCTL = "systemctl", "journalctl"  # wherever the distribution has them
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _VERDICTS = {"accept": "benign", "accept-with-warning": "benign", "reject": "fatal"}
 
@@ -73,6 +87,18 @@ def case_of(text: str) -> dict[str, Any] | None:
     return case
 
 
+def _is_csv(text: str, lines: list[str]) -> bool:
+    """Whether nearly all lines are rows or words of nvidia-smi, and none is a line of a log."""
+    if any(log_text.parse(line).level or log_text.parse(line).tag or "Error: " in line for line in lines):
+        return False
+    report = nvidia_smi.parse_csv(text)
+    rows = len(report["gpus"]) + len(report["processes"])
+    notices = [notice for notice in report["notices"] if notice["state"] in _SMI_WORDS]
+    odd = len(report["notices"]) - len(notices)
+    shaped = re.search(r"\d MiB|\d %|\[(?:N/A|Not Supported|GPU|Unknown)|^GPU-|^[\d.,\s]+$", text, re.MULTILINE)
+    return bool((rows and shaped) or notices) and odd * 3 <= rows + len(report["notices"])
+
+
 def kind_of(text: str) -> str:
     """What a small text is: "topology", "nvidia-smi", "unit" or "log"."""
     plain = log_text.strip_ansi(text)
@@ -83,16 +109,8 @@ def kind_of(text: str) -> str:
         return "unit"
     if re.search(r"^\+-{20,}|^\| NVIDIA-SMI |^\|.*[0-9A-F]{8}:[0-9A-F]{2}:|^\| *MIG devices", plain, re.MULTILINE):
         return "nvidia-smi"
-    if lines and len(lines) <= 400:  # noqa: PLR2004  more GPUs and processes than any host has
-        report = nvidia_smi.parse(plain)
-        rows = len(report["gpus"]) + len(report["processes"]) + len(report["notices"])
-        odd = sum(1 for notice in report["notices"] if notice["state"] == "unrecognised")
-        if (
-            rows
-            and odd * 3 <= rows
-            and not any(log_text.parse(line).level or log_text.parse(line).tag for line in lines)
-        ):
-            return "nvidia-smi"
+    if lines and len(lines) <= _MOST_ROWS and _is_csv(plain, lines):
+        return "nvidia-smi"
     return "log"
 
 
@@ -101,44 +119,35 @@ def diagnose_text(text: str, kind: str, known: signatures.Signatures, ended: boo
     if kind == "topology":
         found = topology.parse(text)
         judged = topology.judge(found)
-        return _judged("topology", judged["verdict"], judged["warnings"], judged["remedy"], None, {"topology": found})
+        return _judged(kind, {**judged, "reasons": judged["warnings"], "class": None}, {"topology": found})
     if kind == "nvidia-smi":
         report = nvidia_smi.parse(text)
         judged = nvidia_smi.judge(report)
-        found = {
-            "state": judged["state"],
-            "gpus": judged["gpus"],
-            "gpu_values": report["gpus"],
-            "processes": report["processes"],
-        }
-        result = _judged("nvidia-smi", judged["verdict"], judged["reasons"], judged["remedy"], judged["class"], found)
+        more = {"gpus": judged["gpus"], "gpu_values": report["gpus"], "processes": report["processes"]}
+        result = _judged(kind, judged, {"state": judged["state"], **more})
         result["root_cause"] = _line_of(text, judged["reasons"], report) if judged["class"] else None
         return result
     if kind == "unit":
         judged = unit_text.lint(text)
-        return _judged(
-            "unit",
-            judged["verdict"],
-            judged["errors"] + judged["warnings"],
-            "correct the lines named, then systemd-analyze verify",
-            "config" if judged["errors"] else None,
-            {},
-        )
+        judged["reasons"] = judged["errors"] + judged["warnings"]
+        judged["class"] = "config" if judged["errors"] else None
+        judged["remedy"] = "correct the lines named, then systemd-analyze verify"
+        return _judged(kind, judged, {})
     return {"kind": "log", **diagnosis.diagnose(text, known, ended)}
 
 
-def _judged(
-    kind: str, verdict: str, reasons: list[str], remedy: str, cls: str | None, more: dict[str, Any]
-) -> dict[str, Any]:
+def _judged(kind: str, judged: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """A judgement (verdict, reasons, class, remedy) in the shape of a diagnosis."""
+    cls, reasons = judged["class"], judged["reasons"]
     return {
         "kind": kind,
-        "verdict": _VERDICTS.get(verdict, "unknown"),
-        "judgement": verdict,
+        "verdict": _VERDICTS.get(judged["verdict"], "unknown"),
+        "judgement": judged["verdict"],
         "phase": None,
         "root_cause": reasons[0] if reasons and cls else None,
         "signature": f"{kind}: {more['state']}" if cls and more.get("state") else None,
         "class": cls,
-        "remedy": remedy,
+        "remedy": judged["remedy"],
         "reasons": reasons,
         **more,
     }
@@ -231,7 +240,7 @@ def journal_of(unit: str) -> Iterator[str]:
             f"look at systemctl status {unit}"
         )
     command = [
-        "journalctl",
+        _JOURNALCTL,
         "--no-pager",
         "-o",
         "json",

@@ -25,7 +25,8 @@ class ActionModule(ActionBase):
 
     def _status(self, task_vars: dict[str, Any]) -> dict[str, Any] | None:
         done = self._execute_module(
-            module_name="ansible.builtin.command", module_args={"_raw_params": "/usr/local/bin/swapgate status"},
+            module_name="ansible.builtin.command",
+            module_args={"_raw_params": "/usr/local/bin/swapgate status"},
             task_vars=task_vars,
         )
         if done.get("rc") != 0:

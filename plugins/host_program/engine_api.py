@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 from ..module_utils import metrics
 
@@ -18,17 +18,17 @@ class EngineError(Exception):
 
 
 def _connect(bind: str, port: int, limit_s: float) -> http.client.HTTPConnection:
-    address = "127.0.0.1" if bind in ("0.0.0.0", "::", "") else bind  # noqa: S104 - compared, not bound
+    address = "127.0.0.1" if bind in ("0.0.0.0", "::", "") else bind
     return http.client.HTTPConnection(address, port, timeout=limit_s)
 
 
-def request(  # noqa: PLR0913
+def request(
     bind: str,
     port: int,
     method: str,
     path: str,
-    body: Optional[Dict[str, Any]] = None,
-    api_key: Optional[str] = None,
+    body: dict[str, Any] | None = None,
+    api_key: str | None = None,
     limit_s: float = 10.0,
 ) -> str:
     """The body of one answer; EngineError on anything but status 200. ``limit_s`` bounds each wait for bytes."""
@@ -41,21 +41,21 @@ def request(  # noqa: PLR0913
         answer = connection.getresponse()
         text = answer.read().decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as error:
-        raise EngineError("{} {}: {}".format(method, path, error or type(error).__name__)) from error
+        raise EngineError(f"{method} {path}: {error or type(error).__name__}") from error
     finally:
         connection.close()
     if answer.status != http.HTTPStatus.OK:
-        raise EngineError("{} {}: status {}: {:.200}".format(method, path, answer.status, text.strip()))
+        raise EngineError(f"{method} {path}: status {answer.status}: {text.strip():.200}")
     return text
 
 
-def complete(  # noqa: PLR0913
+def complete(
     bind: str,
     port: int,
     served_name: str,
     max_tokens: int = PROBE_TOKENS,
     prompt: str = PROBE_PROMPT,
-    api_key: Optional[str] = None,
+    api_key: str | None = None,
     limit_s: float = 60.0,
 ) -> str:
     """The text of one greedy completion. An answer without a single token is an EngineError."""
@@ -66,21 +66,21 @@ def complete(  # noqa: PLR0913
         written = str(answer["choices"][0]["text"])
         tokens = int(answer["usage"]["completion_tokens"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise EngineError("POST /v1/completions: not a completion: {:.200}".format(text)) from error
+        raise EngineError(f"POST /v1/completions: not a completion: {text:.200}") from error
     if tokens < 1:
         raise EngineError("POST /v1/completions: an answer without a token")
     return written
 
 
-def served_names(bind: str, port: int, api_key: Optional[str] = None, limit_s: float = 10.0) -> List[str]:
+def served_names(bind: str, port: int, api_key: str | None = None, limit_s: float = 10.0) -> list[str]:
     """The model names that the server answers to."""
     text = request(bind, port, "GET", "/v1/models", None, api_key, limit_s)
     try:
         return [str(model["id"]) for model in json.loads(text)["data"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise EngineError("GET /v1/models: not a list of models: {:.200}".format(text)) from error
+        raise EngineError(f"GET /v1/models: not a list of models: {text:.200}") from error
 
 
-def samples(bind: str, port: int, limit_s: float = 5.0) -> List[metrics.Sample]:
+def samples(bind: str, port: int, limit_s: float = 5.0) -> list[metrics.Sample]:
     """The metrics page, parsed."""
     return metrics.parse(request(bind, port, "GET", "/metrics", limit_s=limit_s))

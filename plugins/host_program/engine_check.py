@@ -64,7 +64,7 @@ def _message(error):
     telling = [line for line in lines if "validation error" not in line and not line.startswith("For further")]
     said = [line.split(" [type=")[0] for line in (telling or lines or ["no message"])]
     text = "{}: {}".format(*said[:2]) if len(said) > 1 and " " not in said[0] else said[0]
-    return "{}: {}".format(type(error).__name__, text)
+    return f"{type(error).__name__}: {text}"
 
 
 def _plain(value):
@@ -95,7 +95,7 @@ def check(argv):
     report = {"ok": False, "stage": "import", "error": None, "version": None, "effective": {}, "notices": []}
     report["notices"] = _collect_notices()
     try:
-        import vllm  # noqa: PLC0415 - only this virtualenv has it, and the import itself is part of the check
+        import vllm
 
         report["version"] = getattr(vllm, "__version__", None)
         parser_class = _first("vllm.utils.argparse_utils:FlexibleArgumentParser", "vllm.utils:FlexibleArgumentParser")
@@ -125,7 +125,7 @@ def check(argv):
                 "vllm.entrypoints.launchers.launcher:validate_api_server_args",
                 "vllm.entrypoints.openai.api_server:validate_api_server_args",
             )(args)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the engine raises is the answer
+    except (Exception, SystemExit) as error:
         report["error"] = _message(error)
         return report
     report.update(ok=True, stage="done")
@@ -139,7 +139,7 @@ def main():
         if not (isinstance(argv, list) and all(isinstance(word, str) for word in argv)):
             raise TypeError("argv is not a list of strings")
     except (ValueError, KeyError, TypeError) as error:
-        print('engine_check: expected {{"argv": [str, ...]}} on standard input: {}'.format(error), file=sys.stderr)
+        print(f'engine_check: expected {{"argv": [str, ...]}} on standard input: {error}', file=sys.stderr)
         return 2
     answer = os.dup(1)
     os.dup2(2, 1)  # the engine and its libraries print where they like

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-from typing import List, Optional
+from typing import Any
 
 from ..module_utils import records, signatures
 from . import preflight, supervisor, systemd, transaction
@@ -23,6 +24,11 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
+def _answer(value: Any) -> int:
+    _say(json.dumps(value, sort_keys=True, ensure_ascii=False))
+    return 0
+
+
 def _supervise(layout: records.Layout, args: argparse.Namespace) -> int:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     variant = records.read_json(layout.variants / (args.variant + ".json"))
@@ -32,7 +38,7 @@ def _supervise(layout: records.Layout, args: argparse.Namespace) -> int:
 
 def _preflight(layout: records.Layout, args: argparse.Namespace) -> int:
     report = preflight.check(layout, args.release, transaction.managed_units(layout), lambda _: None)
-    _say(transaction.encode(report))
+    _answer(report)
     return 0 if report["ok"] else 1
 
 
@@ -46,7 +52,9 @@ def _verify_unit(_layout: records.Layout, args: argparse.Namespace) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All commands and what they take."""
     parser = argparse.ArgumentParser(
-        prog="swapgate", description="Run, swap and inspect the engines of this host.", epilog=EPILOG,
+        prog="swapgate",
+        description="Run, swap and inspect the engines of this host.",
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -63,8 +71,19 @@ def build_parser() -> argparse.ArgumentParser:
     ask = commands.add_parser("ask", help="ask for a swap to a staged release and return at once; prints JSON")
     ask.add_argument("release", help="the release's content hash")
     ask.add_argument("--by", default=os.environ.get("SUDO_USER") or "root", help="who asks, for the record")
-    ask.set_defaults(run=lambda layout, args: _say(
-        transaction.encode(transaction.ask(layout, args.release, args.by))) or 0)
+    ask.add_argument(
+        "--confirm-within",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="go back unless `swapgate confirm` is run within this time after the soak (default: no wait)",
+    )
+    ask.set_defaults(
+        run=lambda layout, args: _answer(transaction.ask(layout, args.release, args.by, args.confirm_within))
+    )
+
+    confirm = commands.add_parser("confirm", help="say that the swap which waits for it is wanted")
+    confirm.set_defaults(run=lambda layout, _args: _answer(transaction.confirm(layout)))
 
     swap = commands.add_parser("swap", help="carry out the request; the ExecStart of swapgate-swap.service")
     swap.set_defaults(run=lambda layout, _args: transaction.run_request(layout, _say))
@@ -76,13 +95,13 @@ def build_parser() -> argparse.ArgumentParser:
     recover.set_defaults(run=lambda layout, _args: transaction.recover(layout, _say))
 
     status = commands.add_parser("status", help="what serves, what was last good, what a swap does; prints JSON")
-    status.set_defaults(run=lambda layout, _args: _say(transaction.encode(transaction.status(layout))) or 0)
+    status.set_defaults(run=lambda layout, _args: _answer(transaction.status(layout)))
 
     back = commands.add_parser("way-back", help="the release that a roll back would go to; prints JSON")
-    back.set_defaults(run=lambda layout, _args: _say(transaction.encode(transaction.way_back(layout))) or 0)
+    back.set_defaults(run=lambda layout, _args: _answer(transaction.way_back(layout)))
 
     history = commands.add_parser("history", help="all ended swaps, oldest first; prints a JSON list")
-    history.set_defaults(run=lambda layout, _args: _say(transaction.encode(records.read_history(layout))) or 0)
+    history.set_defaults(run=lambda layout, _args: _answer(records.read_history(layout)))
 
     verify = commands.add_parser("verify-unit", help="systemd-analyze verify, where a warning is an error too")
     verify.add_argument("path", help="a unit file")
@@ -90,15 +109,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run one command; errors are one line on standard error."""
     args = build_parser().parse_args(argv)
     layout = records.Layout()
     try:
         return int(args.run(layout, args))
     except transaction.Busy as error:
-        print("swapgate: {}. Wait for it, or look at `swapgate status`.".format(error), file=sys.stderr)
+        print(f"swapgate: {error}. Wait for it, or look at `swapgate status`.", file=sys.stderr)
         return 3
     except (records.RecordError, systemd.SystemdError, FileNotFoundError) as error:
-        print("swapgate: {}".format(error), file=sys.stderr)
+        print(f"swapgate: {error}", file=sys.stderr)
         return 2

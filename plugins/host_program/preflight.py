@@ -1,7 +1,8 @@
 """Everything that can be said against a release while the old variant still serves. Changes nothing that serves.
 
 The report
-    {"schema", "release", "variant", "ok": bool, "problems": [{"check": str, "what": str}], "warnings": [str, ...],
+    {"schema", "release", "variant", "ok": bool, "problems": [{"check": str, "what": str}],
+     "class": null | "config" | "model" | "host" of the first problem,
      "engine_version": str | null, "effective": {...}, "notices": [str, ...], "cached": bool, "seconds": s}
 ``effective`` and ``notices`` come from the engine itself: see engine_check.
 """
@@ -17,18 +18,20 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable
 
 from ..module_utils import model_manifest, processes, records, units, versions
-from . import systemd
+from . import gpus, systemd
 
 ENGINE_CHECK_LIMIT_S = 600.0
 MIN_FREE_MIB = 1024
 ENGINE_MARKER = "swapgate-env.json"
 WEIGHT_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral", "hf")
 
-Problem = Dict[str, str]
-JsonDict = Dict[str, Any]
+# Whose fault a check's problem is; what is not listed is the configuration's.
+CLASSES = {"model": "model", "host": "host", "port": "host", "disk": "host", "engine": "host", "enabled": "host"}
+
+JsonDict = dict[str, Any]
 
 
 def rules_digest() -> str:
@@ -40,7 +43,7 @@ def rules_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def flag_value(argv: List[str], flag: str) -> Optional[str]:
+def flag_value(argv: list[str], flag: str) -> str | None:
     """The word after ``flag``, or after ``flag=``."""
     for place, word in enumerate(argv):
         if word == flag and place + 1 < len(argv):
@@ -52,11 +55,16 @@ def flag_value(argv: List[str], flag: str) -> Optional[str]:
 
 def identity(variant: JsonDict, layout: records.Layout) -> JsonDict:
     """What a release stands on besides its own text: engine build, model manifest, driver."""
-    marker = Path(variant["engine"]["venv"]) / ENGINE_MARKER
+    venv = Path(variant["engine"]["venv"])
+    marker = venv / ENGINE_MARKER
+    # The folders of metadata carry every version: a virtualenv that was changed in place is another one.
+    installed = sorted(folder.name for folder in venv.glob("lib/python*/site-packages/*.dist-info"))
     manifest = records.read_if_there(layout.manifests / (variant["model"]["name"] + ".json"))
     driver = Path("/sys/module/nvidia/version")
     return {
-        "engine": hashlib.sha256(marker.read_bytes()).hexdigest()[:16] if marker.exists() else None,
+        "engine": hashlib.sha256(marker.read_bytes() + " ".join(installed).encode()).hexdigest()[:16]
+        if marker.exists()
+        else None,
         "model": manifest.get("id") if manifest else None,
         "driver": driver.read_text(encoding="ascii").strip() if driver.exists() else None,
     }
@@ -69,30 +77,32 @@ def load_release(layout: records.Layout, release: str) -> JsonDict:
         variant = records.read_json(folder / "variant.json")
         text = (folder / variant["unit"]).read_text(encoding="utf-8")
     except (FileNotFoundError, KeyError, TypeError) as error:
-        raise records.RecordError("release {} is not complete in {}: {}".format(release, folder, error)) from error
+        raise records.RecordError(f"release {release} is not complete in {folder}: {error}") from error
     found = units.release_id(text, variant)
     if found != release:
         raise records.RecordError(
-            "release {}: the content of {} hashes to {}; it was changed by hand. Deploy the variant again.".format(
-                release, folder, found
-            )
+            f"release {release}: the content of {folder} hashes to {found}; it was changed by hand. Deploy the variant again."
         )
     return dict(variant)
 
 
-def _engine(variant: JsonDict) -> List[str]:
+def _engine(variant: JsonDict) -> list[str]:
     venv = Path(variant["engine"]["venv"])
     marker = records.read_if_there(venv / ENGINE_MARKER)
     if not os.access(variant["argv"][0], os.X_OK):
-        return ["{} is not there or not executable. Run the deploy again: role python_env builds it.".format(
-            variant["argv"][0])]
+        return [
+            "{} is not there or not executable. Run the deploy again: role python_env builds it.".format(
+                variant["argv"][0]
+            )
+        ]
     if marker is None:
-        return ["{} has no {}: the virtualenv was not finished by role python_env. Run the deploy again.".format(
-            venv, ENGINE_MARKER)]
+        return [
+            f"{venv} has no {ENGINE_MARKER}: the virtualenv was not finished by role python_env. Run the deploy again."
+        ]
     return []
 
 
-def _version(variant: JsonDict) -> List[str]:
+def _version(variant: JsonDict) -> list[str]:
     version = variant["engine"]["version"]
     why_not = versions.unsupported(version)
     if why_not:
@@ -102,73 +112,90 @@ def _version(variant: JsonDict) -> List[str]:
     )
 
 
-def _model(variant: JsonDict, layout: records.Layout) -> List[str]:
+def _model(variant: JsonDict, layout: records.Layout) -> list[str]:
     path = Path(variant["model"]["path"])
     if not path.is_dir():
-        return ["model folder {} is not there. Correct `path` of model '{}' or let role model_cache fetch it.".format(
-            path, variant["model"]["name"])]
+        return [
+            "model folder {} is not there. Correct `path` of model '{}' or let role model_cache fetch it.".format(
+                path, variant["model"]["name"]
+            )
+        ]
     problems = []
     if not (path / "config.json").is_file():
-        problems.append("{} has no config.json: not a model folder.".format(path))
+        problems.append(f"{path} has no config.json: not a model folder.")
     load_format = flag_value(variant["argv"], "--load-format") or "auto"
     weights = sorted(path.glob("*.safetensors"))
     if load_format == "dummy":
         problems.append("--load-format dummy serves random weights. Remove it.")
     elif load_format in WEIGHT_FORMATS and not weights:
-        problems.append("{} holds no *.safetensors file, which load format '{}' reads.".format(path, load_format))
+        problems.append(f"{path} holds no *.safetensors file, which load format '{load_format}' reads.")
     problems += model_manifest.verify_headers(str(path))
     manifest = records.read_if_there(layout.manifests / (variant["model"]["name"] + ".json"))
     if manifest is None:
-        problems.append("no manifest of model '{}' in {}. Run the deploy again: role model_cache writes it.".format(
-            variant["model"]["name"], layout.manifests))
+        problems.append(
+            "no manifest of model '{}' in {}. Run the deploy again: role model_cache writes it.".format(
+                variant["model"]["name"], layout.manifests
+            )
+        )
     else:
         problems += model_manifest.quick_check(manifest, os.stat)
     spec = variant.get("speculative_config") or {}
     draft = spec.get("model")
     if isinstance(draft, str) and draft.startswith("/") and not (Path(draft) / "config.json").is_file():
-        problems.append("draft model {} is not there (no config.json). Correct `drafts` of model '{}'.".format(
-            draft, variant["model"]["name"]))
+        problems.append(
+            "draft model {} is not there (no config.json). Correct `drafts` of model '{}'.".format(
+                draft, variant["model"]["name"]
+            )
+        )
     return problems
 
 
-def _gpus(variant: JsonDict) -> List[str]:
-    size, gpus = variant["model"]["tensor_parallel_size"], variant["gpus"]
+def _gpus(variant: JsonDict) -> list[str]:
+    size, indices = variant["model"]["tensor_parallel_size"], variant["gpus"]
     pipeline = int(flag_value(variant["argv"], "--pipeline-parallel-size") or 1)
-    if gpus and size * pipeline != len(gpus):
-        return ["tensor parallel size {} x pipeline {} needs {} GPUs, swapgate_host.gpus lists {}.".format(
-            size, pipeline, size * pipeline, len(gpus))]
+    if indices and size * pipeline != len(indices):
+        return [
+            f"tensor parallel size {size} x pipeline {pipeline} needs {size * pipeline} GPUs, swapgate_host.gpus lists {len(indices)}."
+        ]
     return []
 
 
-def _port(variant: JsonDict, managed: List[str]) -> List[str]:
+def _port(variant: JsonDict, managed: list[str]) -> list[str]:
     foreign = [holder for holder in processes.port_holders(variant["port"]) if holder.unit not in managed]
-    return ["port {} is held by {}, which is not a unit of swapgate. Stop it or choose another port.".format(
-        variant["port"], holder) for holder in foreign]
+    return [
+        "port {} is held by {}, which is not a unit of swapgate. Stop it or choose another port.".format(
+            variant["port"], holder
+        )
+        for holder in foreign
+    ]
 
 
-def _disk(layout: records.Layout) -> List[str]:
+def _disk(layout: records.Layout) -> list[str]:
     problems = []
     for folder in ("/var/cache", str(layout.state_dir), "/run"):
         free = shutil.disk_usage(folder).free >> 20
         least = MIN_FREE_MIB if folder != "/run" else 16
         if free < least:
-            problems.append("{} has {} MiB free, expected at least {}. Make room.".format(folder, free, least))
+            problems.append(f"{folder} has {free} MiB free, expected at least {least}. Make room.")
     return problems
 
 
-def _enabled(managed: List[str]) -> List[str]:
+def _enabled(managed: list[str]) -> list[str]:
     enabled = [unit for unit in managed if systemd.is_enabled(unit)]
     if len(enabled) > 1:
-        return ["{} are all enabled: at boot they would fight for the GPUs. `systemctl disable` all but one.".format(
-            " and ".join(enabled))]
+        return [
+            "{} are all enabled: at boot they would fight for the GPUs. `systemctl disable` all but one.".format(
+                " and ".join(enabled)
+            )
+        ]
     return []
 
 
-def _unit_file(layout: records.Layout, release: str, variant: JsonDict) -> List[str]:
+def _unit_file(layout: records.Layout, release: str, variant: JsonDict) -> list[str]:
     return systemd.verify(str(layout.release(release) / variant["unit"]))
 
 
-def service_account(variant: JsonDict, layout: records.Layout, release: str) -> Dict[str, Any]:
+def service_account(variant: JsonDict, layout: records.Layout, release: str) -> dict[str, Any]:
     """The account of the unit's User= line, as keyword arguments for subprocess."""
     text = (layout.release(release) / variant["unit"]).read_text(encoding="utf-8")
     user = next((line[5:] for line in text.splitlines() if line.startswith("User=")), "root")
@@ -183,11 +210,10 @@ def ask_engine(variant: JsonDict, layout: records.Layout, release: str) -> JsonD
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **variant["env"]}
     command = [variant["engine"]["venv"] + "/bin/python", str(script)]
     try:
-        done = subprocess.run(  # noqa: S603 - the engine's interpreter on our own script, no shell
+        done = subprocess.run(
             command,
             input=json.dumps({"argv": variant["argv"][2:]}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             env=environment,
             cwd="/",
             timeout=ENGINE_CHECK_LIMIT_S,
@@ -197,18 +223,18 @@ def ask_engine(variant: JsonDict, layout: records.Layout, release: str) -> JsonD
         )
         report = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {"ok": False, "error": "no answer in {:.0f} s".format(ENGINE_CHECK_LIMIT_S)}
+        return {"ok": False, "error": f"no answer in {ENGINE_CHECK_LIMIT_S:.0f} s"}
     except (OSError, KeyError) as error:
-        return {"ok": False, "error": "cannot run {}: {}".format(command[0], error)}
+        return {"ok": False, "error": f"cannot run {command[0]}: {error}"}
     except (ValueError, IndexError):
         code = done.returncode
         last = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-        how = "ended of signal {}".format(-code) if code < 0 else "ended with status {}".format(code)
-        return {"ok": False, "error": "the engine's interpreter {}: {}".format(how, last)}
+        how = f"ended of signal {-code}" if code < 0 else f"ended with status {code}"
+        return {"ok": False, "error": f"the engine's interpreter {how}: {last}"}
     return dict(report)
 
 
-def check(layout: records.Layout, release: str, managed: List[str], on_step: Callable[[str], None]) -> JsonDict:
+def check(layout: records.Layout, release: str, managed: list[str], on_step: Callable[[str], None]) -> JsonDict:
     """The preflight report of one staged release. ``managed`` are the units of swapgate on this host.
 
     The cheapest check comes first; the engine is asked only when nothing else is wrong, and not again when it has
@@ -216,11 +242,20 @@ def check(layout: records.Layout, release: str, managed: List[str], on_step: Cal
     """
     started = time.monotonic()
     report: JsonDict = {
-        "schema": records.SCHEMA, "release": release, "variant": None, "ok": False, "problems": [], "warnings": [],
-        "engine_version": None, "effective": {}, "notices": [], "cached": False, "seconds": 0.0,
+        "schema": records.SCHEMA,
+        "release": release,
+        "variant": None,
+        "ok": False,
+        "problems": [],
+        "class": None,
+        "engine_version": None,
+        "effective": {},
+        "notices": [],
+        "cached": False,
+        "seconds": 0.0,
     }
 
-    def collect(name: str, found: List[str]) -> None:
+    def collect(name: str, found: list[str]) -> None:
         report["problems"] += [{"check": name, "what": what} for what in found]
 
     try:
@@ -234,6 +269,8 @@ def check(layout: records.Layout, release: str, managed: List[str], on_step: Cal
     collect("version", _version(variant))
     collect("model", _model(variant, layout))
     collect("gpus", _gpus(variant))
+    if variant["gpus"]:
+        collect("host", gpus.faults(variant["gpus"]))
     collect("port", _port(variant, managed))
     collect("disk", _disk(layout))
     collect("enabled", _enabled(managed))
@@ -255,5 +292,7 @@ def check(layout: records.Layout, release: str, managed: List[str], on_step: Cal
         report["effective"] = answer.get("effective") or {}
         report["notices"] = answer.get("notices") or []
     report["ok"] = not report["problems"]
+    if report["problems"]:
+        report["class"] = CLASSES.get(report["problems"][0]["check"], "config")
     report["seconds"] = round(time.monotonic() - started, 1)
     return report

@@ -26,10 +26,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Deque, Dict, List, Optional, Sequence
+from typing import Any
 
-from ..module_utils import diagnosis, load_watch, metrics, processes, records
+from ..module_utils import diagnosis, load_watch, metrics, phases, processes, records
 from ..module_utils.signatures import Signatures
 from . import engine_api, systemd
 
@@ -62,13 +63,13 @@ PR_SET_CHILD_SUBREAPER = 36
 class Probe:
     """A completion asked for in a thread, so that a hung engine does not stop the supervisor."""
 
-    def __init__(self, variant: Dict[str, Any], api_key: Optional[str], max_tokens: int) -> None:
-        self.error: Optional[str] = None
-        self.served: List[str] = []
+    def __init__(self, variant: dict[str, Any], api_key: str | None, max_tokens: int) -> None:
+        self.error: str | None = None
+        self.served: list[str] = []
         self._thread = threading.Thread(target=self._run, args=(variant, api_key, max_tokens), daemon=True)
         self._thread.start()
 
-    def _run(self, variant: Dict[str, Any], api_key: Optional[str], max_tokens: int) -> None:
+    def _run(self, variant: dict[str, Any], api_key: str | None, max_tokens: int) -> None:
         bind, port, name = variant["bind"], variant["port"], variant["model"]["served_name"]
         try:
             self.served = engine_api.served_names(bind, port, api_key)
@@ -85,7 +86,7 @@ class Probe:
 class Supervisor:
     """One run of one engine."""
 
-    def __init__(self, variant: Dict[str, Any], argv: Sequence[str], layout: records.Layout, signatures: Signatures):
+    def __init__(self, variant: dict[str, Any], argv: Sequence[str], layout: records.Layout, signatures: Signatures):
         self.variant = variant
         self.argv = list(argv)
         self.layout = layout
@@ -95,38 +96,38 @@ class Supervisor:
         self.history = records.read_if_there(self.history_file)
         limits = None
         if variant.get("stall_timeout_s"):
-            limits = {phase: float(variant["stall_timeout_s"]) for phase in load_watch.PHASES}
+            limits = {phase: float(variant["stall_timeout_s"]) for phase in phases.PHASES}
         self.started = time.monotonic()
         self.started_unix = time.time()
         self.watch = load_watch.LoadWatch(self.history, self.started, limits)
         self.scanner = diagnosis.Scanner(signatures)
-        self.tail: Deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self.partial = ""
         self.state = "loading"
-        self.ready_after_s: Optional[float] = None
-        self.failure: Optional[Dict[str, Any]] = None
-        self.exit_code: Optional[int] = None
-        self.stop_asked: Optional[float] = None
+        self.ready_after_s: float | None = None
+        self.failure: dict[str, Any] | None = None
+        self.exit_code: int | None = None
+        self.stop_asked: float | None = None
         self.signals_sent = 0
-        self.probe: Optional[Probe] = None
+        self.probe: Probe | None = None
         self.probe_error = ""
         self.work = processes.Work(0.0, 0)
         self.work_at = self.told_at = self.tail_at = self.fed_at = 0.0
-        self.tokens: Optional[float] = None
+        self.tokens: float | None = None
         self.watchdog_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
         self.api_key = self._credential("vllm_api_key")
-        self.child: Optional[subprocess.Popen[bytes]] = None
+        self.child: subprocess.Popen[bytes] | None = None
 
     # --- what the unit gives ---------------------------------------------------------------------------------------
 
     @staticmethod
-    def _credential(name: str) -> Optional[str]:
+    def _credential(name: str) -> str | None:
         folder = os.environ.get("CREDENTIALS_DIRECTORY")
         if not folder or not (Path(folder) / name).exists():
             return None
         return (Path(folder) / name).read_text(encoding="utf-8").strip()
 
-    def _environment(self) -> Dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         # The engine must not be able to say READY for itself.
         hidden = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "CREDENTIALS_DIRECTORY")
         environment = {key: value for key, value in os.environ.items() if key not in hidden}
@@ -148,7 +149,7 @@ class Supervisor:
             self._fail("port {} is already in use".format(self.variant["port"]), "host", PORT_TAKEN)
             return self._finish()
         try:
-            self.child = subprocess.Popen(  # noqa: S603 - the argv is the unit's own, no shell
+            self.child = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -157,7 +158,7 @@ class Supervisor:
                 start_new_session=True,
             )
         except OSError as error:
-            self._fail("cannot start {}: {}".format(self.argv[0], error), "config", RETRY_IS_USELESS)
+            self._fail(f"cannot start {self.argv[0]}: {error}", "config", RETRY_IS_USELESS)
             return self._finish()
         with selectors.DefaultSelector() as selector:
             assert self.child.stdout is not None
@@ -226,7 +227,8 @@ class Supervisor:
             return
         if snapshot["elapsed_s"] > self.variant["load_timeout_s"]:
             what = "the load took longer than load_timeout_s, {} s: {}{}".format(
-                self.variant["load_timeout_s"], snapshot["evidence"],
+                self.variant["load_timeout_s"],
+                snapshot["evidence"],
                 "; last probe: " + self.probe_error if self.probe_error else "",
             )
             self._fail(what, "unknown", LOAD_TOO_LONG)
@@ -249,9 +251,7 @@ class Supervisor:
     def _try_ready(self, now: float) -> None:
         if self.probe is None:
             inodes = processes.listening_inodes(self.variant["port"])
-            if inodes and any(
-                processes.holds_socket(pid, inodes) for pid in processes.descendants(os.getpid())
-            ):
+            if inodes and any(processes.holds_socket(pid, inodes) for pid in processes.descendants(os.getpid())):
                 self.probe = Probe(self.variant, self.api_key, engine_api.PROBE_TOKENS)
             return
         if not self.probe.done:
@@ -274,9 +274,11 @@ class Supervisor:
         with contextlib.suppress(OSError):
             records.write_json(self.history_file, load_watch.merge_history(self.history, record))
         self._tell(now)
-        systemd.notify("READY=1\nSTATUS=serving {}, loaded in {:.0f} s\nWATCHDOG=1".format(
-            self.variant["name"], self.ready_after_s
-        ))
+        systemd.notify(
+            "READY=1\nSTATUS=serving {}, loaded in {:.0f} s\nWATCHDOG=1".format(
+                self.variant["name"], self.ready_after_s
+            )
+        )
         self.fed_at = now
 
     # --- serving ---------------------------------------------------------------------------------------------------
@@ -338,7 +340,14 @@ class Supervisor:
                     os.kill(self.child.pid, number)
 
     def _fail(self, what: str, kind: str, code: int) -> None:
-        self.failure = {"what": what, "class": kind, "root_cause": None, "signature": None, "remedy": None, "context": []}
+        self.failure = {
+            "what": what,
+            "class": kind,
+            "root_cause": None,
+            "signature": None,
+            "remedy": None,
+            "context": [],
+        }
         self.exit_code = code
 
     def _finish(self) -> int:
@@ -354,17 +363,17 @@ class Supervisor:
             self.state, code = "stopped", 0
         else:
             self.state, code = "failed", self._explain(returncode)
-        self._tell(time.monotonic(), "exit {}".format(returncode) if returncode is not None else None)
+        self._tell(time.monotonic(), f"exit {returncode}" if returncode is not None else None)
         return code
 
-    def _explain(self, returncode: Optional[int]) -> int:
+    def _explain(self, returncode: int | None) -> int:
         if returncode is None:
             return self.exit_code or 1
         found = diagnosis.diagnose(list(self.tail), self.signatures)
         if self.failure is None:
-            told = "with status {}".format(returncode) if returncode >= 0 else "of signal {}".format(-returncode)
+            told = f"with status {returncode}" if returncode >= 0 else f"of signal {-returncode}"
             when = "after it served" if self.ready_after_s is not None else "during the load"
-            self.failure = {"what": "the engine ended {} {}".format(told, when)}
+            self.failure = {"what": f"the engine ended {told} {when}"}
         if found["verdict"] == "fatal" or not self.failure.get("root_cause"):
             known = {key: found.get(key) for key in ("root_cause", "signature", "remedy", "context", "phase")}
             self.failure.update({key: value for key, value in known.items() if value})
@@ -380,7 +389,7 @@ class Supervisor:
 
     # --- telling ---------------------------------------------------------------------------------------------------
 
-    def _tell(self, now: float, ended: Optional[str] = None) -> None:
+    def _tell(self, now: float, ended: str | None = None) -> None:
         snapshot = self.watch.snapshot(now)
         typical = load_watch.typical_load(self.history)
         report = {
@@ -406,17 +415,22 @@ class Supervisor:
         if self.state == "loading":
             left = snapshot["remaining_s"]
             status = "loading {}: {} {:.0f} %, {:.0f} s elapsed, {}".format(
-                self.variant["name"], snapshot["phase"], snapshot["percent"], snapshot["elapsed_s"],
-                "about {:.0f} s left".format(left) if left is not None else "time left not known",
+                self.variant["name"],
+                snapshot["phase"],
+                snapshot["percent"],
+                snapshot["elapsed_s"],
+                f"about {left:.0f} s left" if left is not None else "time left not known",
             )
             # Only a load that moves gets more time, and never after a stop was asked: the same message would
             # stretch the stop limit too.
             moves = snapshot["quiet_s"] < MOVES_S and self.stop_asked is None
-            systemd.notify("STATUS=" + status + ("\nEXTEND_TIMEOUT_USEC={:d}".format(EXTENSION_US) if moves else ""))
+            systemd.notify("STATUS=" + status + (f"\nEXTEND_TIMEOUT_USEC={EXTENSION_US:d}" if moves else ""))
         elif self.state == "failed" and self.failure is not None:
-            systemd.notify("STATUS=failed: {}".format(str(self.failure.get("root_cause") or self.failure["what"])[:400]))
+            systemd.notify(
+                "STATUS=failed: {}".format(str(self.failure.get("root_cause") or self.failure["what"])[:400])
+            )
 
 
-def supervise(variant: Dict[str, Any], argv: Sequence[str], layout: records.Layout, signatures: Signatures) -> int:
+def supervise(variant: dict[str, Any], argv: Sequence[str], layout: records.Layout, signatures: Signatures) -> int:
     """Run one engine under its unit; returns the exit code."""
     return Supervisor(variant, argv, layout, signatures).run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from typing import Dict, List, Optional, Sequence
+from collections.abc import Sequence
 
 SYSTEMCTL_LIMIT_S = 30.0
 
@@ -25,13 +25,11 @@ def notify(message: str) -> None:
         sock.sendto(message.encode(), address)
 
 
-def systemctl(*words: str, limit_s: Optional[float] = SYSTEMCTL_LIMIT_S, check: bool = True) -> str:
+def systemctl(*words: str, limit_s: float | None = SYSTEMCTL_LIMIT_S, check: bool = True) -> str:
     """Standard output of ``systemctl WORDS``; SystemdError when it fails or takes longer than ``limit_s``."""
     command = ["systemctl", "--no-pager", *words]
     try:
-        done = subprocess.run(  # noqa: S603 - fixed command, no shell
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=limit_s, check=False, text=True
-        )
+        done = subprocess.run(command, capture_output=True, timeout=limit_s, check=False, text=True)
     except subprocess.TimeoutExpired as error:
         raise SystemdError("{}: no answer in {:.0f} s".format(" ".join(command), limit_s or 0)) from error
     if check and done.returncode != 0:
@@ -40,7 +38,7 @@ def systemctl(*words: str, limit_s: Optional[float] = SYSTEMCTL_LIMIT_S, check: 
     return done.stdout
 
 
-def show(unit: str, *properties: str) -> Dict[str, str]:
+def show(unit: str, *properties: str) -> dict[str, str]:
     """The named properties of a unit, as systemd prints them."""
     text = systemctl("show", unit, "--property=" + ",".join(properties))
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
@@ -51,13 +49,13 @@ def is_enabled(unit: str) -> bool:
     return systemctl("is-enabled", unit, check=False).strip() in ("enabled", "enabled-runtime")
 
 
-def verify(path: str) -> List[str]:
+def verify(path: str) -> list[str]:
     """What systemd-analyze says about a unit file. It exits 0 on an unknown key, so its text counts, not its code.
 
     Lines about other units of the host are left out: they are not this file's fault.
     """
-    done = subprocess.run(  # noqa: S603
-        ["systemd-analyze", "verify", "--man=no", path],  # noqa: S607
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", path],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,
@@ -66,15 +64,24 @@ def verify(path: str) -> List[str]:
     name = os.path.basename(path)
     lines = [line for line in done.stdout.splitlines() if name in line]
     if done.returncode != 0 and not lines:
-        lines = done.stdout.splitlines() or ["systemd-analyze verify: exit {}".format(done.returncode)]
+        lines = done.stdout.splitlines() or [f"systemd-analyze verify: exit {done.returncode}"]
     return lines
 
 
-def journal(unit: str, since_unix: float, most: int = 200) -> List[str]:
+def journal(unit: str, since_unix: float, most: int = 200) -> list[str]:
     """The last lines of a unit's journal since a time: its own output and what systemd said about it."""
-    done = subprocess.run(  # noqa: S603
-        ["journalctl", "--no-pager", "--output=cat", "--unit", unit, "--lines", str(most),  # noqa: S607
-         "--since", "@{:.0f}".format(since_unix - 1)],
+    done = subprocess.run(
+        [
+            "journalctl",
+            "--no-pager",
+            "--output=cat",
+            "--unit",
+            unit,
+            "--lines",
+            str(most),
+            "--since",
+            f"@{since_unix - 1:.0f}",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         check=False,
@@ -85,7 +92,7 @@ def journal(unit: str, since_unix: float, most: int = 200) -> List[str]:
     return done.stdout.splitlines()
 
 
-def processes(unit: str) -> List[int]:
+def processes(unit: str) -> list[int]:
     """The processes in a unit's control group."""
     group = show(unit, "ControlGroup").get("ControlGroup", "")
     if not group:

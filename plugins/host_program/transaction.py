@@ -18,20 +18,27 @@ import statistics
 import subprocess
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable
 
-from ..module_utils import diagnosis, metrics, nvidia_smi, processes, records, signatures, units
-from . import engine_api, preflight, systemd
+from ..module_utils import diagnosis, metrics, processes, records, signatures, units
+from . import engine_api, gpus, preflight, systemd
 
-JsonDict = Dict[str, Any]
+JsonDict = dict[str, Any]
 
 POLL_S = 0.5
 # Beyond the unit's own limits, which systemd enforces.
 GRACE_S = 30.0
 PROBE_LIMIT_S = 120.0
 SOAK_PROBE_EVERY_S = 5.0
+# One failed probe in a soak may be a busy moment; two in a row are a fault.
+SOAK_FAILURES = 2
+LOCK_LIMIT_S = 20.0
+# What any step can end with besides SwapFailed.
+STEP_ERRORS = (systemd.SystemdError, records.RecordError, OSError, subprocess.SubprocessError, KeyError)
 DROPIN = "50-swapgate-exclusive.conf"
+SWAP_UNIT = "swapgate-swap.service"
 
 
 class SwapFailed(Exception):
@@ -40,7 +47,13 @@ class SwapFailed(Exception):
     def __init__(self, what: str, kind: str = "unknown", **more: Any) -> None:
         super().__init__(what)
         self.cause: JsonDict = {
-            "what": what, "class": kind, "phase": None, "root_cause": None, "signature": None, "remedy": None, "context": [],
+            "what": what,
+            "class": kind,
+            "phase": None,
+            "root_cause": None,
+            "signature": None,
+            "remedy": None,
+            "context": [],
         }
         self.cause.update({key: value for key, value in more.items() if key in self.cause})
 
@@ -50,15 +63,20 @@ class Busy(Exception):
 
 
 @contextlib.contextmanager
-def locked(layout: records.Layout, owner: str) -> Iterator[None]:
-    """Hold the host's one lock. The kernel releases it with the process, however that ends."""
+def locked(layout: records.Layout, owner: str, limit_s: float = 0.0) -> Iterator[None]:
+    """Hold the host's one lock, waited for at most ``limit_s``. The kernel releases it with the process, however it ends."""
     layout.lock.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + limit_s
     with open(layout.lock, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise Busy("a swap is running: {}".format(file.read().strip() or "owner not known")) from error
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    file.seek(0)
+                    raise Busy("a swap is running: {}".format(file.read().strip() or "owner not known")) from error
+                time.sleep(POLL_S)
         file.seek(0)
         file.truncate()
         file.write("{} since {}\n".format(owner, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())))
@@ -66,7 +84,7 @@ def locked(layout: records.Layout, owner: str) -> Iterator[None]:
         yield
 
 
-def managed_variants(layout: records.Layout) -> List[JsonDict]:
+def managed_variants(layout: records.Layout) -> list[JsonDict]:
     """The resolved variants whose units are installed on this host."""
     found = []
     for file in sorted(layout.variants.glob("*.json")):
@@ -76,28 +94,15 @@ def managed_variants(layout: records.Layout) -> List[JsonDict]:
     return found
 
 
-def managed_units(layout: records.Layout) -> List[str]:
+def managed_units(layout: records.Layout) -> list[str]:
     """The units of swapgate that are installed on this host."""
     return [variant["unit"] for variant in managed_variants(layout)]
 
 
-def active_units(layout: records.Layout) -> List[str]:
+def active_units(layout: records.Layout) -> list[str]:
     """Those of them that run, start or stop right now."""
     alive = ("active", "activating", "deactivating", "reloading")
     return [unit for unit in managed_units(layout) if systemd.show(unit, "ActiveState")["ActiveState"] in alive]
-
-
-def gpu_states() -> List[JsonDict]:
-    """Index, memory in use and state of every GPU, as nvidia-smi tells them."""
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=index,memory.used,utilization.gpu", "--format=csv"],  # noqa: S603, S607
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        check=False,
-        text=True,
-        timeout=30,
-    )
-    return nvidia_smi.judge(nvidia_smi.parse_csv(done.stdout))
 
 
 class Swap:
@@ -109,6 +114,8 @@ class Swap:
         self.say = say
         self._phase_started = time.monotonic()
         self._asked_unix = time.time()
+        # On the way back the service comes before its record.
+        self._may_lose_record = False
 
     # --- the record ------------------------------------------------------------------------------------------------
 
@@ -120,7 +127,12 @@ class Swap:
 
     def save(self) -> None:
         """Write the state file."""
-        records.write_json(self.layout.state, self.state)
+        try:
+            records.write_json(self.layout.state, self.state)
+        except OSError as error:
+            if not self._may_lose_record:
+                raise
+            self.say(f"the state file cannot be written: {error}")
 
     def phase(self, name: str) -> None:
         """Enter a phase: the file knows before anything is done."""
@@ -136,14 +148,17 @@ class Swap:
             self.swap["phases"].append({"name": self.swap["phase"], "seconds": round(now - self._phase_started, 2)})
         self._phase_started = now
 
-    def end(self, outcome: str, cause: Optional[JsonDict] = None) -> None:
+    def end(self, outcome: str, cause: JsonDict | None = None) -> None:
         """Close the record with one of records.OUTCOMES."""
         self._close_phase()
         if cause is not None:
             self.swap["cause"] = cause
         self.swap.update(phase=None, outcome=outcome, ended_unix=time.time())
         self.save()
-        records.append_history(self.layout, self.swap)
+        try:
+            records.append_history(self.layout, self.swap)
+        except OSError as error:
+            self.say(f"the history cannot be written: {error}")
         self.say("outcome: {}{}".format(outcome, ": " + cause["what"] if cause else ""))
 
     # --- steps -----------------------------------------------------------------------------------------------------
@@ -166,15 +181,34 @@ class Swap:
         return variant
 
     def stop_all(self, limit_s: float) -> None:
-        """Stop every engine unit that is up. A stop that ends `failed` is still a stop."""
-        for unit in active_units(self.layout):
-            with contextlib.suppress(systemd.SystemdError):
-                systemd.systemctl("stop", unit, limit_s=limit_s)
-            state = systemd.show(unit, "ActiveState")["ActiveState"]
-            if state not in ("inactive", "failed"):
-                raise SwapFailed("{} is still {} {:.0f} s after the stop was asked".format(unit, state, limit_s), "host")
-            if state == "failed":
-                systemd.systemctl("reset-failed", unit, check=False)
+        """Stop every engine unit that is up, and count its streams. A stop that ends `failed` is still a stop."""
+        running = active_units(self.layout)
+        for unit in running:
+            systemd.systemctl("stop", "--no-block", unit)
+        deadline = time.monotonic() + limit_s
+        streams: float | None = None
+        while active_units(self.layout):
+            if time.monotonic() > deadline:
+                raise SwapFailed(
+                    "{} is not gone {:.0f} s after the stop was asked".format(
+                        ", ".join(active_units(self.layout)), limit_s
+                    ),
+                    "host",
+                )
+            streams = self._running_requests(streams)
+            time.sleep(POLL_S)
+        for unit in running:
+            systemd.systemctl("reset-failed", unit, check=False)
+        if streams is not None and self.swap["streams"] is not None:
+            self.swap["streams"]["lost"] = int(streams)
+
+    def _running_requests(self, before: float | None) -> float | None:
+        """Requests running or waiting on whatever serves; ``before`` when nobody answers any more."""
+        for variant in managed_variants(self.layout):
+            with contextlib.suppress(engine_api.EngineError):
+                load = metrics.load(engine_api.samples(variant["bind"], variant["port"], limit_s=1.0))
+                return (load["running"] or 0.0) + (load["waiting"] or 0.0)
+        return before
 
     def wait_free(self, variant: JsonDict) -> None:
         """Wait until the port and every GPU of the variant are free; name who holds them when they do not get so."""
@@ -183,30 +217,18 @@ class Swap:
             taken = [str(holder) for holder in processes.port_holders(variant["port"])]
             blocked = ["port {} is held by {}".format(variant["port"], holder) for holder in taken]
             if variant["gpus"]:
-                blocked += self._busy_gpus(variant)
+                verdict = gpus.judge(variant["gpus"], variant["free_memory_mib"])
+                if not verdict["verdict"].startswith("accept"):
+                    blocked += verdict["reasons"]
             if not blocked:
                 return
             if time.monotonic() > deadline:
                 raise SwapFailed(
-                    "not free after {} s: {}".format(variant["free_timeout_s"], "; ".join(blocked)), "host",
+                    "not free after {} s: {}".format(variant["free_timeout_s"], "; ".join(blocked)),
+                    "host",
                     remedy="End what holds it, then run the deploy again.",
                 )
             time.sleep(POLL_S)
-
-    @staticmethod
-    def _busy_gpus(variant: JsonDict) -> List[str]:
-        states = {gpu["index"]: gpu for gpu in gpu_states()}
-        blocked = []
-        for index in variant["gpus"]:
-            gpu = states.get(index)
-            if gpu is None:
-                blocked.append("GPU {} is not there".format(index))
-            elif gpu["state"] != "ok":
-                blocked.append("GPU {}: {}".format(index, gpu["state"]))
-            elif gpu["memory_used_mib"] > variant["free_memory_mib"]:
-                blocked.append("GPU {} uses {} MiB, expected under {}".format(
-                    index, gpu["memory_used_mib"], variant["free_memory_mib"]))
-        return blocked
 
     def start(self, variant: JsonDict) -> None:
         """Ask for the start; the wait is `watch`."""
@@ -217,10 +239,14 @@ class Swap:
         self._asked_unix = time.time()
         systemd.systemctl("start", "--no-block", unit)
 
-    def watch(self, variant: JsonDict) -> None:
-        """Until the unit is active, or the first sign that it will not be."""
+    def watch(self, variant: JsonDict, patient: bool = False) -> None:
+        """Until the unit is active, or the first sign that it will not be.
+
+        ``patient`` lets systemd try again as often as the unit's start limit allows: on the way back there is nothing
+        better to wait for.
+        """
         unit = variant["unit"]
-        deadline = time.monotonic() + variant["load_timeout_s"] + GRACE_S
+        deadline = time.monotonic() + variant["load_timeout_s"] * (3 if patient else 1) + GRACE_S
         seen_running = False
         asked = time.monotonic()
         while True:
@@ -228,13 +254,15 @@ class Swap:
             active, sub = now["ActiveState"], now["SubState"]
             if active == "active":
                 return
-            if active == "failed" or sub == "auto-restart" or (seen_running and active == "inactive"):
+            if seen_running and active == "inactive":
+                raise SwapFailed(f"{unit} was stopped by somebody while it loaded", "operator")
+            if active == "failed" or (sub == "auto-restart" and not patient):
                 raise self.explain(variant, "{} did not start (result {})".format(unit, now["Result"]))
-            if now["NRestarts"] not in ("", "0"):
-                raise self.explain(variant, "{} died and was restarted while it loaded".format(unit))
+            if now["NRestarts"] not in ("", "0") and not patient:
+                raise self.explain(variant, f"{unit} died and was restarted while it loaded")
             seen_running = seen_running or active == "activating"
             if not seen_running and not now.get("Job", "").strip("0") and time.monotonic() - asked > GRACE_S:
-                raise self.explain(variant, "{} was asked to start and stayed {}".format(unit, active))
+                raise self.explain(variant, f"{unit} was asked to start and stayed {active}")
             if time.monotonic() > deadline:
                 raise self.explain(variant, "{} is not ready after {} s".format(unit, variant["load_timeout_s"]))
             time.sleep(POLL_S)
@@ -252,7 +280,7 @@ class Swap:
                 failed.cause[key] = found[key]
         return failed
 
-    def _api_key(self) -> Optional[str]:
+    def _api_key(self) -> str | None:
         file = Path("/etc/swapgate/credentials/vllm_api_key")
         return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
@@ -261,29 +289,58 @@ class Swap:
         holders = processes.port_holders(variant["port"])
         foreign = [str(holder) for holder in holders if holder.unit != variant["unit"]]
         if foreign or not holders:
-            raise SwapFailed("port {} is answered by {}, expected a process of {}".format(
-                variant["port"], ", ".join(foreign) or "nobody", variant["unit"]), "host")
+            raise SwapFailed(
+                "port {} is answered by {}, expected a process of {}".format(
+                    variant["port"], ", ".join(foreign) or "nobody", variant["unit"]
+                ),
+                "host",
+            )
         try:
             answer = engine_api.complete(
-                variant["bind"], variant["port"], variant["model"]["served_name"], api_key=self._api_key(),
+                variant["bind"],
+                variant["port"],
+                variant["model"]["served_name"],
+                api_key=self._api_key(),
                 limit_s=PROBE_LIMIT_S,
             )
         except engine_api.EngineError as error:
-            raise self.explain(variant, "the engine gives no answer: {}".format(error)) from error
+            raise self.explain(variant, f"the engine gives no answer: {error}") from error
         if not answer.strip():
             raise SwapFailed("the answer to the fixed prompt is empty", "model")
+        self._compare_answer(variant, answer)
         return answer
+
+    def _compare_answer(self, variant: JsonDict, answer: str) -> None:
+        """A model that gave an answer before must begin it alike: garbage is a fault, a late near-tie is not."""
+        good = self.state["last_good"] or {}
+        model = preflight.identity(variant, self.layout)["model"]
+        before = good.get("answer")
+        if not before or model is None or (good.get("identity") or {}).get("model") != model:
+            return
+        if answer.split()[:1] != before.split()[:1]:
+            raise SwapFailed(
+                f"the answer to the fixed prompt is {answer!r}, and this very model answered {before!r} before",
+                "config",
+                remedy="Look for a wrong quantisation, a broken kernel or another tokenizer.",
+            )
 
     def soak(self, variant: JsonDict) -> None:
         """The unit must stay up and go on answering."""
         end = time.monotonic() + variant["soak_s"]
+        failures = 0
         next_probe = time.monotonic() + SOAK_PROBE_EVERY_S
         while time.monotonic() < end:
             now = systemd.show(variant["unit"], "ActiveState", "NRestarts", "Result")
             if now["ActiveState"] != "active" or now["NRestarts"] not in ("", "0"):
                 raise self.explain(variant, "{} died in its soak (result {})".format(variant["unit"], now["Result"]))
             if time.monotonic() >= next_probe:
-                self.probe(variant)
+                try:
+                    self.probe(variant)
+                    failures = 0
+                except SwapFailed:
+                    failures += 1
+                    if failures >= SOAK_FAILURES:
+                        raise
                 next_probe = time.monotonic() + SOAK_PROBE_EVERY_S
             time.sleep(POLL_S)
 
@@ -291,8 +348,12 @@ class Swap:
         """From here on this release is the last good one, and the only one that starts at boot."""
         systemd.enable_only(variant["unit"], managed_units(self.layout))
         self.state["last_good"] = {
-            "variant": variant["name"], "unit": variant["unit"], "release": release, "since_unix": time.time(),
-            "answer": answer, "identity": preflight.identity(variant, self.layout),
+            "variant": variant["name"],
+            "unit": variant["unit"],
+            "release": release,
+            "since_unix": time.time(),
+            "answer": answer,
+            "identity": preflight.identity(variant, self.layout),
         }
         self.save()
 
@@ -307,7 +368,7 @@ class Swap:
         self.phase(prefix + "start")
         self.start(variant)
         self.phase(prefix + "watch")
-        self.watch(variant)
+        self.watch(variant, patient=bool(prefix))
         self.phase(prefix + "probe")
         answer = self.probe(variant)
         gone = self.swap["service_lost_s"]
@@ -319,17 +380,20 @@ class Swap:
         """Stop what serves; from here on a failure means a roll back."""
         self.swap["stopped_old"] = True
         self.swap["service_lost_s"] = time.monotonic() if active_units(self.layout) else None
+        running = self._running_requests(None)
+        self.swap["streams"] = None if running is None else {"running": int(running), "lost": 0}
         self.phase("stop")
         self.stop_all(self._stop_limit_s())
 
     def _stop_limit_s(self) -> float:
         drains = [variant["drain_timeout_s"] for variant in managed_variants(self.layout)]
-        return max([*drains, 0]) + 60 + GRACE_S
+        return float(max([*drains, 0])) + 60 + GRACE_S
 
     def roll_back(self, cause: JsonDict, outcome: str = "rolled_back") -> None:
         """Bring the last good release back and prove that it answers."""
         good = self.state["last_good"]
         self.swap["cause"] = cause
+        self._may_lose_record = True
         try:
             self.phase("rollback-stop")
             self.stop_all(self._stop_limit_s())
@@ -341,48 +405,78 @@ class Swap:
                 return
             self.bring_up(good["release"], "rollback-")
             systemd.enable_only(good["unit"], managed_units(self.layout))
-        except (SwapFailed, systemd.SystemdError, records.RecordError, OSError) as error:
-            second = error.cause if isinstance(error, SwapFailed) else SwapFailed(str(error), "host").cause
-            second["phase"] = self.swap["phase"]
-            self.swap["rollback_cause"] = second
+        except (SwapFailed, *STEP_ERRORS) as error:
+            self.swap["rollback_cause"] = as_cause(error, self.swap["phase"])
             self.end("failed", cause)
             return
         self.end(outcome, cause)
 
-    def run(self) -> None:
+    def settle(self, why: str) -> None:
+        """End a swap that something cut off: nothing was stopped yet, or it was committed, or it is rolled back."""
+        phase = self.swap["phase"]
+        cause = SwapFailed(f"{why} in phase {phase}", "unknown", phase=phase).cause
+        good = self.state["last_good"]
+        if not self.swap["stopped_old"]:
+            self.end("refused", cause)
+        elif good and good["release"] == self.swap["to"]["release"] and phase == "commit":
+            self.end("swapped")
+        else:
+            self.roll_back(cause, "recovered")
+
+    def run(self, confirm_within_s: float = 0.0) -> None:
         """The whole story; the outcome is in the record."""
         release = self.swap["to"]["release"]
-        self.phase("preflight")
-        report = preflight.check(self.layout, release, managed_units(self.layout), self.say)
-        self.swap["preflight"] = report
-        if not report["ok"]:
-            first = report["problems"][0]
-            what = "; ".join("{check}: {what}".format(**problem) for problem in report["problems"])
-            self.end("refused", dict(SwapFailed(what, "config").cause, phase="preflight", root_cause=first["what"]))
-            return
         try:
-            variant = preflight.load_release(self.layout, release)
-            if self._serves_already(release, variant):
-                self.end("unchanged")
-                return
-            self.phase("way back")
-            self._check_way_back()
-        except (SwapFailed, records.RecordError) as error:
-            cause = error.cause if isinstance(error, SwapFailed) else SwapFailed(str(error), "host").cause
-            self.end("refused", dict(cause, phase=self.swap["phase"]))
+            variant = self._before_the_stop(release)
+        except (SwapFailed, *STEP_ERRORS) as error:
+            self.end("refused", as_cause(error, self.swap["phase"]))
+            return
+        if variant is None:
+            self.end("unchanged")
             return
         try:
             self.stop_old()
             answer = self.bring_up(release)
             self.phase("soak")
             self.soak(variant)
+            if confirm_within_s:
+                self.phase("confirm")
+                self.wait_confirmed(confirm_within_s)
             self.phase("commit")
             self.commit(variant, release, answer)
-        except (SwapFailed, systemd.SystemdError, records.RecordError, OSError) as error:
-            cause = error.cause if isinstance(error, SwapFailed) else SwapFailed(str(error), "host").cause
-            self.roll_back(dict(cause, phase=self.swap["phase"]))
+        except (SwapFailed, *STEP_ERRORS) as error:
+            self.roll_back(as_cause(error, self.swap["phase"]))
             return
         self.end("swapped")
+
+    def _before_the_stop(self, release: str) -> JsonDict | None:
+        """Everything that can refuse a swap; the variant to swap to, or None when it serves already."""
+        self.phase("preflight")
+        report = preflight.check(self.layout, release, managed_units(self.layout), self.say)
+        self.swap["preflight"] = report
+        if not report["ok"]:
+            problems = ["{check}: {what}".format(**problem) for problem in report["problems"]]
+            raise SwapFailed("; ".join(problems), report["class"] or "config", root_cause=report["problems"][0]["what"])
+        variant = preflight.load_release(self.layout, release)
+        if self._serves_already(release, variant):
+            return None
+        self.phase("way back")
+        self._check_way_back(release)
+        return variant
+
+    def wait_confirmed(self, limit_s: float) -> None:
+        """A person must say that the new variant is wanted, or the old one comes back."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            said = records.read_if_there(self.layout.confirmation) or {}
+            if said.get("id") == self.swap["id"]:
+                return
+            time.sleep(POLL_S)
+        raise SwapFailed(
+            f"nobody confirmed the swap within {limit_s:.0f} s",
+            "operator",
+            remedy="Swap again and run `swapgate confirm` on the host in time.",
+        )
 
     def _serves_already(self, release: str, variant: JsonDict) -> bool:
         good = self.state["last_good"]
@@ -390,47 +484,94 @@ class Swap:
             return False
         if systemd.show(variant["unit"], "ActiveState")["ActiveState"] != "active":
             return False
-        installed = (self.layout.units / variant["unit"]).read_text(encoding="utf-8")
-        staged = (self.layout.release(release) / variant["unit"]).read_text(encoding="utf-8")
-        if installed != staged or not systemd.is_enabled(variant["unit"]):
+        if self._drifted(release, variant) or not systemd.is_enabled(variant["unit"]):
             return False
         with contextlib.suppress(SwapFailed):
             self.probe(variant)
             return True
         return False
 
-    def _check_way_back(self) -> None:
+    def _drifted(self, release: str, variant: JsonDict) -> str | None:
+        """The installed file that is not the release's any more, if any."""
+        pairs = (
+            (self.layout.units / variant["unit"], self.layout.release(release) / variant["unit"]),
+            (self.layout.variants / (variant["name"] + ".json"), self.layout.release(release) / "variant.json"),
+        )
+        for installed, staged in pairs:
+            if not installed.exists():
+                return str(installed)
+            texts = [file.read_text(encoding="utf-8") for file in (installed, staged)]
+            if installed.suffix == ".json":
+                with contextlib.suppress(ValueError):
+                    texts = [json.dumps(json.loads(text), sort_keys=True) for text in texts]
+            if texts[0] != texts[1]:
+                return str(installed)
+        return None
+
+    def _check_way_back(self, release: str) -> None:
         """Refuse to leave a variant that could not come back."""
         good = self.state["last_good"]
         if good is None:
             return
-        variant = preflight.load_release(self.layout, good["release"])
-        if not os.access(variant["argv"][0], os.X_OK):
+        name = good["variant"]
+        again = f"Deploy '{name}' once more, so that it is proven on what is there now."
+        try:
+            variant = preflight.load_release(self.layout, good["release"])
+        except records.RecordError as error:
+            raise SwapFailed(f"the way back is broken: {error}", "host", remedy=again) from error
+        for file, kind in ((variant["argv"][0], "host"), (variant["model"]["path"] + "/config.json", "model")):
+            if not os.path.exists(file):
+                raise SwapFailed(
+                    f"the way back is broken: {file} of the last good variant '{name}' is gone",
+                    kind,
+                    remedy=f"Put it back, or deploy '{name}' first.",
+                )
+        if good["release"] == release:
+            return  # what is deployed anew is proven anew
+        drifted = self._drifted(good["release"], variant)
+        if drifted:
             raise SwapFailed(
-                "the way back is broken: {} of the last good variant '{}' is gone".format(
-                    variant["argv"][0], good["variant"]), "host",
-                remedy="Deploy '{}' again first.".format(good["variant"]),
+                f"{drifted} was edited by hand since '{name}' passed its soak",
+                "config",
+                remedy=again + " Your edit belongs into group_vars.",
             )
-        if not Path(variant["model"]["path"], "config.json").is_file():
-            raise SwapFailed("the way back is broken: {} of the last good variant '{}' is gone".format(
-                variant["model"]["path"], good["variant"]), "model")
         found, stood_on = preflight.identity(variant, self.layout), good.get("identity") or {}
         for part, now in found.items():
             if stood_on.get(part) not in (None, now):
                 raise SwapFailed(
-                    "the way back is not sound: the {} under the last good variant '{}' changed since it last served".format(
-                        part, good["variant"]), "host",
-                    remedy="Deploy '{}' once more, so that it is proven on what is there now.".format(good["variant"]),
+                    f"the way back is not sound: the {part} under '{name}' changed since it last served",
+                    "host",
+                    remedy=again,
                 )
 
 
-def new_swap(to: JsonDict, good: Optional[JsonDict], owner: str, swap_id: Optional[str] = None) -> JsonDict:
+def as_cause(error: Exception, phase: str | None) -> JsonDict:
+    """Any step's error as a CAUSE."""
+    cause = error.cause if isinstance(error, SwapFailed) else SwapFailed(str(error) or repr(error), "host").cause
+    return dict(cause, phase=cause["phase"] or phase)
+
+
+def new_swap(to: JsonDict, good: JsonDict | None, owner: str, swap_id: str | None = None) -> JsonDict:
     """A SWAP that has not begun."""
     return {
-        "id": swap_id or uuid.uuid4().hex[:12], "by": owner, "started_unix": time.time(), "boot_id": boot_id(),
-        "from": good, "to": to, "phase": None, "phase_since_unix": None, "phases": [], "stopped_old": False,
-        "service_lost_s": None, "seconds_without_service": None, "outcome": None, "cause": None,
-        "rollback_cause": None, "ended_unix": None, "preflight": None,
+        "id": swap_id or uuid.uuid4().hex[:12],
+        "by": owner,
+        "started_unix": time.time(),
+        "boot_id": boot_id(),
+        "from": good,
+        "to": to,
+        "phase": None,
+        "phase_since_unix": None,
+        "phases": [],
+        "stopped_old": False,
+        "service_lost_s": None,
+        "streams": None,
+        "seconds_without_service": None,
+        "outcome": None,
+        "cause": None,
+        "rollback_cause": None,
+        "ended_unix": None,
+        "preflight": None,
     }
 
 
@@ -445,35 +586,50 @@ def unfinished(state: JsonDict) -> bool:
 
 
 def run_request(layout: records.Layout, say: Callable[[str], None]) -> int:
-    """Carry out the request file under the lock: the ExecStart of swapgate-swap.service. Exit 0 only when it served."""
+    """Carry out the request file under the lock: the ExecStart of swapgate-swap.service. Exit 0 unless service was lost."""
     request = records.read_json(layout.request)
-    with locked(layout, request["by"]):
+    with locked(layout, request["by"], LOCK_LIMIT_S):
         state = records.read_state(layout)
         variant = preflight.load_release(layout, request["release"])
         to = {"variant": variant["name"], "unit": variant["unit"], "release": request["release"]}
         if unfinished(state):
-            Swap(layout, state, say).roll_back(SwapFailed("the swap before was cut off", "unknown").cause, "recovered")
-            state = records.read_state(layout)
+            Swap(layout, state, say).settle("the swap before was cut off")
+        if state["last_good"] is None:
+            state["last_good"] = adopt(layout)
         state["swap"] = new_swap(to, state["last_good"], request["by"], request["id"])
         swap = Swap(layout, state, say)
-        swap.run()
+        swap.run(request.get("confirm_within_s") or 0.0)
+        forget_releases(layout, state)
     return 0 if swap.swap["outcome"] in ("swapped", "unchanged", "refused") else 1
 
 
 def resolve(layout: records.Layout, say: Callable[[str], None]) -> int:
     """Finish a swap that was cut off: the last good variant comes back. ExecStopPost of the swap's unit."""
-    with locked(layout, "resolve"):
+    with locked(layout, "resolve", LOCK_LIMIT_S):
         state = records.read_state(layout)
-        if not unfinished(state):
-            return 0
-        swap = Swap(layout, state, say)
-        phase = state["swap"]["phase"]
-        cause = SwapFailed("the swap was cut off in phase {}".format(phase), "unknown", phase=phase).cause
-        if state["swap"]["stopped_old"]:
-            swap.roll_back(cause, "recovered")
-        else:
-            swap.end("refused", cause)
+        if unfinished(state):
+            Swap(layout, state, say).settle("the swap was cut off")
     return 0
+
+
+def adopt(layout: records.Layout) -> JsonDict | None:
+    """The RELEASE that serves although no state file names it (it was lost): the one enabled unit, when it is active,
+    its files are those of a staged release, and it answers."""
+    for variant in managed_variants(layout):
+        unit = variant["unit"]
+        release = units.release_id((layout.units / unit).read_text(encoding="utf-8"), variant)
+        if not (layout.release(release) / "variant.json").exists() or not systemd.is_enabled(unit):
+            continue
+        if systemd.show(unit, "ActiveState")["ActiveState"] == "active":
+            return {
+                "variant": variant["name"],
+                "unit": unit,
+                "release": release,
+                "since_unix": time.time(),
+                "answer": None,
+                "identity": preflight.identity(variant, layout),
+            }
+    return None
 
 
 def recover(layout: records.Layout, say: Callable[[str], None]) -> int:
@@ -487,7 +643,10 @@ def recover(layout: records.Layout, say: Callable[[str], None]) -> int:
         return 0
     swap = Swap(layout, state, say)
     good, phase = state["last_good"], state["swap"]["phase"]
-    cause = SwapFailed("the host went down in phase {}".format(phase), "host", phase=phase).cause
+    cause = SwapFailed(f"the host went down in phase {phase}", "host", phase=phase).cause
+    if not state["swap"]["stopped_old"]:
+        swap.end("refused", cause)
+        return 0
     if good is None:
         systemd.systemctl("disable", "--quiet", state["swap"]["to"]["unit"], check=False)
         swap.end("failed", dict(cause, remedy="No earlier variant to go back to. Run the deploy again."))
@@ -511,24 +670,37 @@ def status(layout: records.Layout) -> JsonDict:
         state = records.read_state(layout)
     except records.RecordError as error:
         state, problem = records.empty_state(), str(error)
-    found: List[JsonDict] = []
+    found: list[JsonDict] = []
     acceptance = None
     for variant in managed_variants(layout):
-        now = systemd.show(variant["unit"], "ActiveState", "SubState", "ActiveEnterTimestamp", "StatusText", "NRestarts")
+        now = systemd.show(
+            variant["unit"], "ActiveState", "SubState", "ActiveEnterTimestamp", "StatusText", "NRestarts"
+        )
         text = (layout.units / variant["unit"]).read_text(encoding="utf-8")
-        found.append({
-            "unit": variant["unit"], "variant": variant["name"], "release": units.release_id(text, variant),
-            "active": now["ActiveState"], "sub": now["SubState"], "status": now.get("StatusText", ""),
-            "restarts": int(now.get("NRestarts") or 0), "enabled": systemd.is_enabled(variant["unit"]),
-            "since": now.get("ActiveEnterTimestamp", ""),
-            "load": records.read_if_there(layout.unit_runtime(variant["unit"]) / "load.json"),
-        })
+        found.append(
+            {
+                "unit": variant["unit"],
+                "variant": variant["name"],
+                "release": units.release_id(text, variant),
+                "active": now["ActiveState"],
+                "sub": now["SubState"],
+                "status": now.get("StatusText", ""),
+                "restarts": int(now.get("NRestarts") or 0),
+                "enabled": systemd.is_enabled(variant["unit"]),
+                "since": now.get("ActiveEnterTimestamp", ""),
+                "load": records.read_if_there(layout.unit_runtime(variant["unit"]) / "load.json"),
+            }
+        )
         if now["ActiveState"] == "active":
             with contextlib.suppress(engine_api.EngineError):
                 acceptance = metrics.acceptance(engine_api.samples(variant["bind"], variant["port"]))
     return {
-        "schema": records.SCHEMA, "last_good": state["last_good"], "swap": state["swap"], "units": found,
-        "acceptance": acceptance, "usual_seconds_without_service": usual_seconds_without_service(layout),
+        "schema": records.SCHEMA,
+        "last_good": state["last_good"],
+        "swap": state["swap"],
+        "units": found,
+        "acceptance": acceptance,
+        "usual_seconds_without_service": usual_seconds_without_service(layout),
         "problem": problem,
     }
 
@@ -543,48 +715,66 @@ def way_back(layout: records.Layout) -> JsonDict:
         before = swap["from"]
         if swap["outcome"] == "swapped" and before and before["release"] != (good or {}).get("release"):
             return {"variant": before["variant"], "release": before["release"]}
-    raise records.RecordError("no variant was good before {}. Deploy one by name.".format(
-        good["variant"] if good else "now"))
+    raise records.RecordError(
+        "no variant was good before {}. Deploy one by name.".format(good["variant"] if good else "now")
+    )
 
 
-def usual_seconds_without_service(layout: records.Layout) -> Dict[str, float]:
+def usual_seconds_without_service(layout: records.Layout) -> dict[str, float]:
     """By variant, the median over this host's swaps to it."""
-    times: Dict[str, List[float]] = {}
+    times: dict[str, list[float]] = {}
     for swap in records.read_history(layout):
         if swap["outcome"] == "swapped" and swap["seconds_without_service"] is not None:
             times.setdefault(swap["to"]["variant"], []).append(swap["seconds_without_service"])
     return {variant: statistics.median(values) for variant, values in times.items()}
 
 
-def ask(layout: records.Layout, release: str, owner: str) -> JsonDict:
+def ask(layout: records.Layout, release: str, owner: str, confirm_within_s: float = 0.0) -> JsonDict:
     """Ask for a swap to a staged release and return at once: {"id", "attached": bool}.
 
     The same release as that of the running swap attaches to it; another one is Busy.
     """
     try:
         with locked(layout, owner):
+            records.read_state(layout)
             variant = preflight.load_release(layout, release)
-            request = {"id": uuid.uuid4().hex[:12], "release": release, "by": owner, "variant": variant["name"]}
+            if systemd.show(SWAP_UNIT, "ActiveState")["ActiveState"] in ("activating", "deactivating"):
+                raise Busy("a swap was asked for a moment ago")
+            request = {
+                "id": uuid.uuid4().hex[:12],
+                "release": release,
+                "by": owner,
+                "variant": variant["name"],
+                "confirm_within_s": confirm_within_s,
+            }
             records.write_json(layout.request, request)
+            systemd.systemctl("reset-failed", SWAP_UNIT, check=False)
+            systemd.systemctl("start", "--no-block", SWAP_UNIT)
     except Busy:
         running = records.read_if_there(layout.request) or {}
         if running.get("release") != release:
             raise
         return {"id": running["id"], "attached": True}
-    systemd.systemctl("start", "--no-block", "swapgate-swap.service")
     return {"id": request["id"], "attached": False}
 
 
-def forget_releases(layout: records.Layout, keep: int = 10) -> None:
-    """Remove all but the newest staged releases; the last good one and those of installed units always stay."""
-    state = records.read_state(layout)
-    needed = {record["release"] for record in (state["last_good"], (state["swap"] or {}).get("to")) if record}
+def confirm(layout: records.Layout) -> JsonDict:
+    """Say that the swap in phase `confirm` is wanted; RecordError when none waits."""
+    swap = records.read_state(layout)["swap"]
+    if not swap or swap["phase"] != "confirm":
+        raise records.RecordError("no swap waits to be confirmed")
+    records.write_json(layout.confirmation, {"id": swap["id"]})
+    return {"id": swap["id"]}
+
+
+def forget_releases(layout: records.Layout, state: JsonDict, keep: int = 10) -> None:
+    """Remove all but the newest staged releases; those that the state or an installed unit needs always stay."""
+    needed = {
+        record["release"] for record in (state["last_good"], state["swap"]["to"], state["swap"]["from"]) if record
+    }
+    for variant in managed_variants(layout):
+        needed.add(units.release_id((layout.units / variant["unit"]).read_text(encoding="utf-8"), variant))
     folders = sorted(layout.releases.glob("*"), key=lambda folder: folder.stat().st_mtime, reverse=True)
     for folder in folders[keep:]:
         if folder.name not in needed:
             shutil.rmtree(folder)
-
-
-def encode(value: Any) -> str:
-    """JSON as the command line prints it."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False)

@@ -32,6 +32,7 @@ _RANK_EXCEPTION = 80
 _RANK_LOGGED = 78  # the message that a logger prints before the traceback
 _RANK_LATER = 74  # an exception raised while the first was handled
 _RANK_VALIDATION = 72
+_RANK_HANG = 70  # only asked for where nothing else is fatal
 _RANK_FRAME = 45  # the innermost own line of a traceback whose end is missing
 _RANK_ERROR = 35  # a line of level ERROR
 _SOURCE_PENALTY = 5  # quoted source code says the same as the exception below it, less well
@@ -53,14 +54,16 @@ _OWN_END = {
     "GeneratorExit",
     "bdb.BdbQuit",
 }
+_CHAINED = ("During handling of the above", "was the direct cause")
 # Tracebacks that Python prints and forgets.
 _FORGOTTEN = ("Exception ignored in", "--- Logging error ---", "usage_lib", "_report_usage", "Exception ignored while")
 _BOILERPLATE = re.compile(
     r"WorkerProc\(|EngineCoreProc\(|executor_class\(|super\(\)\.|_init_executor|_init_workers|run_method\(|func\(\*"
-    r"|fn\(\*|\.run\(|_target\(|_bootstrap|run_until_complete|\bawait |async with|\byield\b|make_async_mp_client|make_client|MPClient\("
-    r"|launch_core_engines|next\(self\.gen\)|from_vllm_config|from_engine_args|run_engine_core|run_mp_engine|sys\.exit\("
+    r"|fn\(\*|\.run\(|_target\(|_bootstrap|run_until_complete|\bawait |async with|\byield\b|make_async_mp_client"
+    r"|make_client|MPClient\(|launch_core_engines|next\(self\.gen\)|from_vllm_config|from_engine_args|run_engine_core|run_mp_engine|sys\.exit\("
     r"|dispatch_function|collective_rpc|_run_workers|\braise\b|driver_worker|_call_impl|forward_call\("
-    r"|engine_core\.run_busy_loop|wait_for_engine_startup|return f\(|cls\(|^[\s\^~]*$|return_value|worker_main|run_server|main\(\)|__init__\("
+    r"|engine_core\.run_busy_loop|wait_for_engine_startup|return f\(|cls\(|^[\s\^~]*$|return_value|worker_main"
+    r"|run_server|main\(\)|__init__\("
 )
 _QUOTED_CODE = re.compile(r"\s+(?:raise |[rf]?\"|[rf]?'|self\.|return |with |await |assert )")
 # A line without a level that nevertheless speaks like a service: enough to call a log benign, never to call it a
@@ -81,7 +84,6 @@ class _Candidate:
     __slots__ = (
         "after",
         "before",
-        "detail",
         "fatal",
         "joins",
         "level",
@@ -96,22 +98,15 @@ class _Candidate:
         "tier",
     )
 
-    def __init__(
-        self, number: int, line: Line, rank: int, signature: Signature | None, phase: str, fatal: bool
-    ) -> None:
-        self.number, self.rank, self.signature, self.phase, self.fatal = number, rank, signature, phase, fatal
-        self.shown, self.message, self.tier, self.tag, self.level = (
-            line.shown,
-            line.message,
-            line.tier,
-            line.tag,
-            line.level,
-        )
+    def __init__(self, number: int, line: Line, rank: int, signature: Signature | None, phase: str) -> None:
+        self.number, self.rank, self.signature, self.phase = number, rank, signature, phase
+        self.fatal = True
+        self.shown, self.message, self.level = line.shown, line.message, line.level
+        self.tier, self.tag = line.tier, line.tag
         self.before: list[str] = []
         self.after: list[str] = []
         self.name = ""
         self.joins = 0
-        self.detail = False
 
     def key(self) -> tuple[int, int, int]:
         return (self.rank, self.tier, -self.number)
@@ -298,28 +293,29 @@ class Scanner:
             source = self._sources[key] = _Source()
         return source
 
+    def _traceback_line(self, source: _Source, line: Line) -> bool:
+        """Take a line that only builds a traceback up; False where the line is none."""
+        message = line.message
+        if source.wrapped:
+            self._wrapped_value(source, line)
+        elif "Traceback (most recent call last)" in message:
+            self._open_traceback(source, line)
+        elif "xception" in message and any(text in message for text in _CHAINED):
+            source.chained = True
+        elif any(text in message for text in _FORGOTTEN):
+            source.forgotten = True
+            self._harmless += 1
+        elif _FRAME.match(message):
+            source.open = source.after_frame = True
+        else:
+            return False
+        self._last_other = self._number
+        return True
+
     def _error_line(self, line: Line) -> None:
         message = line.message
         source = self._source(line)
-        if source.wrapped:
-            self._wrapped_value(source, line)
-            return
-        if "Traceback (most recent call last)" in message:
-            self._open_traceback(source, line)
-            return
-        if "xception" in message and any(
-            text in message for text in ("During handling of the above", "was the direct cause")
-        ):
-            source.chained = True
-            self._last_other = self._number
-            return
-        if any(text in message for text in _FORGOTTEN):
-            source.forgotten = True
-            self._harmless += 1
-            return
-        if _FRAME.match(message):
-            source.open = source.after_frame = True
-            self._last_other = self._number
+        if self._traceback_line(source, line):
             return
         indented = message[:1] in {" ", "\t"}
         exception = None if indented else _EXCEPTION.match(message)
@@ -339,7 +335,7 @@ class Scanner:
             self._signed(signature, line, in_source=False)
         elif source.validation and _VALIDATION_DETAIL.match(message):
             source.validation = False
-            self._add(line, _RANK_DETAIL, None, fatal=True).detail = True
+            self._add(line, _RANK_DETAIL, None, fatal=True)
         elif _VALIDATION.match(message):
             source.validation = True
             self._add(line, _RANK_VALIDATION, None, fatal=True)
@@ -388,7 +384,7 @@ class Scanner:
             and not _BOILERPLATE.search(message)
             and re.search(r"[\w\]]\(|=|\.", message)
         ):
-            candidate = _Candidate(self._number, line, _RANK_FRAME, None, self._phase, True)
+            candidate = _Candidate(self._number, line, _RANK_FRAME, None, self._phase)
             candidate.before = list(self._recent)
             source.frame = candidate
 
@@ -437,7 +433,7 @@ class Scanner:
             self._alive = True
             if signature.hang:
                 old = self._hang.get(signature.id)
-                candidate = _Candidate(self._number, line, 70, signature, self._phase, True)
+                candidate = _Candidate(self._number, line, _RANK_HANG, signature, self._phase)
                 candidate.before = list(self._recent)
                 self._collecting.append(candidate)
                 keep = old[0] if old and signature.hang == "served" and old[0].number > self._last_other else candidate
@@ -447,7 +443,7 @@ class Scanner:
             self._suspects.append(self._new(line, _RANK_SUSPECT, signature, fatal=False))
             del self._suspects[8:]
             return
-        fatal = not (self._stopped and signature.rank < 100)
+        fatal = not (self._stopped and signature.rank < RANKS["cause"])
         if self._ready and line.tier == API and role == "cause" and signature.cls in {"config", "model"}:
             fatal = False  # somebody's bad request, not the end of the server
         rank = signature.rank - (_SOURCE_PENALTY if in_source else 0)
@@ -493,7 +489,8 @@ class Scanner:
             self._stopped = True
 
     def _new(self, line: Line, rank: int, signature: Signature | None, fatal: bool) -> _Candidate:
-        candidate = _Candidate(self._number, line, rank, signature, self._phase, fatal)
+        candidate = _Candidate(self._number, line, rank, signature, self._phase)
+        candidate.fatal = fatal
         candidate.before = list(self._recent)
         self._collecting.append(candidate)
         return candidate

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 
-Sample = Tuple[str, Dict[str, str], float]
+Sample = tuple[str, dict[str, str], float]
 
 
-def parse(text: str) -> List[Sample]:
+def parse(text: str) -> list[Sample]:
     """All samples as (name, labels, value); lines that are no samples are passed over."""
     samples = []
     for line in text.splitlines():
@@ -25,13 +25,13 @@ def parse(text: str) -> List[Sample]:
     return samples
 
 
-def total(samples: List[Sample], name: str) -> Optional[float]:
+def total(samples: list[Sample], name: str) -> float | None:
     """The sum of a metric over its labels, or None when the page does not have it."""
     values = [value for found, _, value in samples if found == name]
     return sum(values) if values else None
 
 
-def load(samples: List[Sample]) -> Dict[str, Optional[float]]:
+def load(samples: list[Sample]) -> dict[str, float | None]:
     """How busy the engine is: requests running and waiting, and every token that it has worked on so far."""
     tokens = [total(samples, "vllm:" + name) for name in ("prompt_tokens_total", "generation_tokens_total")]
     known = [value for value in tokens if value is not None]
@@ -42,7 +42,7 @@ def load(samples: List[Sample]) -> Dict[str, Optional[float]]:
     }
 
 
-def acceptance(samples: List[Sample]) -> Optional[Dict[str, Any]]:
+def acceptance(samples: list[Sample]) -> dict[str, Any] | None:
     """Speculative decoding so far, or None when it is off (the engine then has none of these metrics).
 
     {"drafts", "draft_tokens", "accepted_tokens": counts, "acceptance_rate": accepted over drafted,
@@ -54,7 +54,7 @@ def acceptance(samples: List[Sample]) -> Optional[Dict[str, Any]]:
         return None
     drafted = total(samples, "vllm:spec_decode_num_draft_tokens_total") or 0.0
     accepted = total(samples, "vllm:spec_decode_num_accepted_tokens_total") or 0.0
-    positions: Dict[int, float] = {}
+    positions: dict[int, float] = {}
     for name, labels, value in samples:
         if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total" and labels.get("position", "").isdigit():
             position = int(labels["position"])

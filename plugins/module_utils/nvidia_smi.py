@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .log_text import split_lines, strip_ansi
 
@@ -340,6 +340,7 @@ _TABLE_PROCESS = re.compile(
 _TABLE_MIG = re.compile(
     r"^\|\s*(?P<gpu>\d+)\s+(?P<gi>\d+)\s+(?P<ci>\d+)\s+(?P<dev>\d+)\s*\|\s*(?P<used>\d+)MiB\s*/\s*(?P<total>\d+)MiB"
 )
+_TABLE_HEAD = re.compile(r"Fan +Temp|Memory-Usage|Bus-Id|Persistence-M|NVIDIA-SMI \d|Driver Version")
 _OBSERVED: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("utilization.gpu", re.compile(r"(?i)\butili[sz]ation\b[^:]*:\s*(?P<value>\d+(?:\.\d+)?\s*%)")),
     ("power.draw", re.compile(r"(?i)\bpower\b[^:]*:\s*(?:approximately|about|~)?\s*(?P<value>\d+(?:\.\d+)?\s*W)")),
@@ -352,79 +353,93 @@ _OBSERVED_NO_PROCESS = re.compile(r"(?i)\bprocess(?:es)?\b[^:]*:\s*(?:none|no\b|
 
 
 def parse_table(text: str) -> dict[str, Any]:
-    """Read the table that plain ``nvidia-smi`` prints, whole or in pieces. Same shape as `parse_csv`, and
-    ``mig_devices``."""
-    report: dict[str, Any] = {"gpus": [], "processes": [], "notices": [], "processes_known": False, "mig_devices": []}
-    fields: dict[str, str] = {}
-    rows: list[dict[str, str]] = []
-    in_mig = False
+    """Read the table that plain ``nvidia-smi`` prints, whole or in pieces.
+
+    Same shape as `parse_csv`, and ``mig_devices``: ``[{"gpu", "device", "memory_used_mib", "memory_total_mib"}]``.
+    """
+    table = _Table()
     for raw in split_lines(strip_ansi(text)):
         line = raw.strip()
         if not line or set(line) <= set("+-=|"):
-            if fields:
-                rows.append(fields)
-                fields = {}
-            continue
+            table.end_row()
+        else:
+            table.take(line)
+    table.end_row()
+    return table.report
+
+
+class _Table:
+    """Collects the rows of a table; one GPU has up to three lines."""
+
+    def __init__(self) -> None:
+        self.report: dict[str, Any] = {
+            "gpus": [],
+            "processes": [],
+            "notices": [],
+            "processes_known": False,
+            "mig_devices": [],
+        }
+        self._fields: dict[str, str] = {}
+        self._in_mig = False
+
+    def end_row(self) -> None:
+        """A rule or an empty line: the GPU before it is complete."""
+        if self._fields:
+            self.report["gpus"].append(_gpu(self._fields))
+            self._fields = {}
+
+    def take(self, line: str) -> None:
+        """One line that is neither empty nor a rule."""
         if "MIG devices" in line:
-            in_mig = True
-        if "Processes:" in line:
-            in_mig = False
-            report["processes_known"] = True
+            self._in_mig = True
+        elif "Processes:" in line:
+            self._in_mig = False
+            self.report["processes_known"] = True
+        elif not (self._mig(line) or self._process(line) or self._gpu_line(line) or _TABLE_HEAD.search(line)):
+            self._other(line)
+
+    def _mig(self, line: str) -> bool:
         mig = _TABLE_MIG.match(line)
-        if in_mig or mig:
-            if mig:
-                report["mig_devices"].append(
-                    {
-                        "gpu": int(mig["gpu"]),
-                        "device": int(mig["dev"]),
-                        "memory_used_mib": float(mig["used"]),
-                        "memory_total_mib": float(mig["total"]),
-                    }
-                )
-            continue
-        process = _TABLE_PROCESS.match(line)
-        if process:
-            report["processes_known"] = True
-            report["processes"].append(
-                {
-                    "gpu": int(process["gpu"]),
-                    "pid": int(process["pid"]),
-                    "name": process["name"],
-                    "used_mib": number(process["used"].replace("MiB", " MiB")),
-                    "state": cell_state(process["used"]),
-                }
+        if mig:
+            used, whole = float(mig["used"]), float(mig["total"])
+            self.report["mig_devices"].append(
+                {"gpu": int(mig["gpu"]), "device": int(mig["dev"]), "memory_used_mib": used, "memory_total_mib": whole}
             )
-            continue
+        return bool(mig) or self._in_mig
+
+    def _process(self, line: str) -> bool:
+        match = _TABLE_PROCESS.match(line)
+        if match:
+            self.report["processes_known"] = True
+            used = match["used"].replace("MiB", " MiB")
+            row = {"gpu": int(match["gpu"]), "pid": int(match["pid"]), "name": match["name"]}
+            self.report["processes"].append({**row, "used_mib": number(used), "state": cell_state(used)})
+        return bool(match)
+
+    def _gpu_line(self, line: str) -> bool:
         name = _TABLE_NAME.match(line)
+        memory = None if name else _TABLE_MEMORY.search(line)
         if name:
-            if fields:
-                rows.append(fields)
-            fields = {"index": name["index"], "name": name["name"], "pci.bus_id": name["bus"], "ecc": name["ecc"]}
+            self.end_row()
+            self._fields = {"index": name["index"], "name": name["name"], "pci.bus_id": name["bus"], "ecc": name["ecc"]}
             if name["persistence"]:
-                fields["persistence_mode"] = name["persistence"]
-            continue
-        if re.search(r"Fan +Temp|Memory-Usage|Bus-Id|Persistence-M|NVIDIA-SMI \d|Driver Version", line):
-            continue
-        memory = _TABLE_MEMORY.search(line)
-        if memory:
-            _table_values(fields, line, memory)
-            continue
+                self._fields["persistence_mode"] = name["persistence"]
+        elif memory:
+            _table_values(self._fields, line, memory)
+        return bool(name or memory)
+
+    def _other(self, line: str) -> None:
         notice = _notice(line)
         if notice:
-            report["notices"].append(notice)
-            report["processes_known"] |= notice["state"] == "no processes"
-            continue
-        if fields and "|" in line:
+            self.report["notices"].append(notice)
+            self.report["processes_known"] |= notice["state"] == "no processes"
+        elif self._fields and "|" in line:
             for cell in line.strip("|").split("|"):
-                plain = cell.strip()
-                if plain in {"Enabled", "Disabled", "Enabled*", "Disabled*"}:
-                    fields["mig.mode.current"] = plain.rstrip("*")
+                plain = cell.strip().rstrip("*")
+                if plain in {"Enabled", "Disabled"}:
+                    self._fields["mig.mode.current"] = plain
                 elif plain and cell_state(plain):
-                    fields.setdefault("last row", plain)
-    if fields:
-        rows.append(fields)
-    report["gpus"] = [_gpu(row) for row in rows]
-    return report
+                    self._fields.setdefault("last row", plain)
 
 
 def _table_values(fields: dict[str, str], line: str, memory: re.Match[str]) -> None:
@@ -475,8 +490,20 @@ class _Verdict:
 
     def add(self, verdict: str, state: str, reason: str, remedy: str) -> None:
         self.reasons.append(reason)
-        if _SEVERITY.index(verdict) > _SEVERITY.index(self.verdict):
+        graver = _SEVERITY.index(verdict) - _SEVERITY.index(self.verdict)
+        # Of equally grave states the one that says what to do is named: ERR! in a row is how a reset shows too.
+        if graver > 0 or (
+            graver == 0 and state in {"requires reset", "lost"} and self.state not in {"requires reset", "lost"}
+        ):
             self.verdict, self.state, self.remedy = verdict, state, remedy
+
+
+class _Rules(NamedTuple):
+    """What a GPU is judged by: whether all processes are known, whether MIG is wanted, and from where on it is busy."""
+
+    processes_known: bool
+    allow_mig: bool
+    busy_mib: float
 
 
 def judge(
@@ -494,13 +521,16 @@ def judge(
     whole = report if isinstance(report, Mapping) else {"gpus": list(report)}
     gpus: Sequence[Mapping[str, Any]] = whole.get("gpus", [])
     processes: Sequence[Mapping[str, Any]] = whole.get("processes", [])
-    known = bool(whole.get("processes_known"))
+    names = {name for gpu in gpus for name in (gpu.get("index"), gpu.get("uuid")) if name is not None}
+    placed = len(gpus) == 1 or all(process.get("gpu") in names for process in processes)
+    # "Nobody holds it" may only be said where every process could be put to its GPU.
+    rules = _Rules(bool(whole.get("processes_known")) and placed, allow_mig, busy_mib)
     total = _Verdict()
     each = []
     for position, gpu in enumerate(gpus):
         name = f"GPU {gpu['index']}" if gpu.get("index") is not None else f"GPU in row {position + 1}"
         own = [process for process in processes if process.get("gpu") in {None, gpu.get("index"), gpu.get("uuid")}]
-        verdict = _judge_gpu(name, gpu, own or (processes if len(gpus) == 1 else ()), known, allow_mig, busy_mib)
+        verdict = _judge_gpu(name, gpu, own or (processes if len(gpus) == 1 else ()), rules)
         each.append({"gpu": gpu.get("index"), "state": verdict.state, "reasons": verdict.reasons})
         for reason in verdict.reasons:
             total.add(verdict.verdict, verdict.state, reason, verdict.remedy)
@@ -546,10 +576,9 @@ def _judge_gpu(
     name: str,
     gpu: Mapping[str, Any],
     processes: Sequence[Mapping[str, Any]],
-    known: bool,
-    allow_mig: bool,
-    busy_mib: float,
+    rules: _Rules,
 ) -> _Verdict:
+    known, allow_mig, busy_mib = rules
     found = _Verdict()
     states: Mapping[str, str] = gpu.get("states", {})
     fields: Mapping[str, str] = gpu.get("fields", {})

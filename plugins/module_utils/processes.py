@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Dict, Iterable, List, NamedTuple, Optional, Set
+from collections.abc import Iterable
+from typing import NamedTuple
 
 LISTEN = "0A"
 
@@ -35,24 +36,24 @@ def _read(path: str) -> str:
         return ""
 
 
-def _stat_fields(pid: int, proc: str) -> List[str]:
+def _stat_fields(pid: int, proc: str) -> list[str]:
     # The command name may hold spaces and brackets; the fields start after the last bracket.
-    return _read("{}/{}/stat".format(proc, pid)).rpartition(")")[2].split()
+    return _read(f"{proc}/{pid}/stat").rpartition(")")[2].split()
 
 
-def pids(proc: str = "/proc") -> List[int]:
+def pids(proc: str = "/proc") -> list[int]:
     """Every process that can be seen."""
     return [int(name) for name in os.listdir(proc) if name.isdigit()]
 
 
-def descendants(pid: int, proc: str = "/proc") -> List[int]:
+def descendants(pid: int, proc: str = "/proc") -> list[int]:
     """All processes below ``pid``, not itself."""
-    children: Dict[int, List[int]] = {}
+    children: dict[int, list[int]] = {}
     for one in pids(proc):
         fields = _stat_fields(one, proc)
         if len(fields) > 1:
             children.setdefault(int(fields[1]), []).append(one)
-    found: List[int] = []
+    found: list[int] = []
     queue = [pid]
     while queue:
         below = children.get(queue.pop(), [])
@@ -61,11 +62,11 @@ def descendants(pid: int, proc: str = "/proc") -> List[int]:
     return found
 
 
-def listening_inodes(port: int, proc: str = "/proc") -> Set[str]:
+def listening_inodes(port: int, proc: str = "/proc") -> set[str]:
     """Socket inodes that listen on TCP ``port``, on any address."""
     inodes = set()
     for table in ("tcp", "tcp6"):
-        for line in _read("{}/net/{}".format(proc, table)).splitlines()[1:]:
+        for line in _read(f"{proc}/net/{table}").splitlines()[1:]:
             fields = line.split()
             if len(fields) > 9 and fields[3] == LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
                 inodes.add(fields[9])
@@ -74,8 +75,8 @@ def listening_inodes(port: int, proc: str = "/proc") -> Set[str]:
 
 def holds_socket(pid: int, inodes: Iterable[str], proc: str = "/proc") -> bool:
     """Whether ``pid`` has one of these sockets open (needs the same user, or root)."""
-    wanted = {"socket:[{}]".format(inode) for inode in inodes}
-    folder = "{}/{}/fd".format(proc, pid)
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    folder = f"{proc}/{pid}/fd"
     try:
         names = os.listdir(folder)
     except OSError:
@@ -91,11 +92,11 @@ def holds_socket(pid: int, inodes: Iterable[str], proc: str = "/proc") -> bool:
 
 def unit_of(pid: int, proc: str = "/proc") -> str:
     """The systemd unit of a process, from its control group; empty outside one."""
-    match = re.search(r"/([^/\n]+\.(?:service|scope))(?:/|$)", _read("{}/{}/cgroup".format(proc, pid)), re.M)
+    match = re.search(r"/([^/\n]+\.(?:service|scope))(?:/|$)", _read(f"{proc}/{pid}/cgroup"), re.M)
     return match.group(1) if match else ""
 
 
-def port_holders(port: int, proc: str = "/proc") -> List[Holder]:
+def port_holders(port: int, proc: str = "/proc") -> list[Holder]:
     """The processes that listen on ``port`` (those of other users only when run as root)."""
     inodes = listening_inodes(port, proc)
     if not inodes:
@@ -103,12 +104,12 @@ def port_holders(port: int, proc: str = "/proc") -> List[Holder]:
     found = []
     for pid in pids(proc):
         if holds_socket(pid, inodes, proc):
-            command = _read("{}/{}/comm".format(proc, pid)).strip()
+            command = _read(f"{proc}/{pid}/comm").strip()
             found.append(Holder(pid, command, unit_of(pid, proc)))
     return found
 
 
-def work(members: Iterable[int], proc: str = "/proc", ticks: Optional[int] = None) -> Work:
+def work(members: Iterable[int], proc: str = "/proc", ticks: int | None = None) -> Work:
     """The work of a set of processes so far. Processes that ended in between count no more."""
     per_second = ticks or os.sysconf("SC_CLK_TCK")
     cpu, read = 0, 0
@@ -116,6 +117,6 @@ def work(members: Iterable[int], proc: str = "/proc", ticks: Optional[int] = Non
         fields = _stat_fields(pid, proc)
         if len(fields) > 12:
             cpu += int(fields[11]) + int(fields[12])
-        match = re.search(r"^rchar: (\d+)", _read("{}/{}/io".format(proc, pid)), re.M)
+        match = re.search(r"^rchar: (\d+)", _read(f"{proc}/{pid}/io"), re.M)
         read += int(match.group(1)) if match else 0
     return Work(cpu / per_second, read)

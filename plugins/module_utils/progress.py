@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any, Dict, List, Mapping, Optional
+from collections.abc import Mapping
+from typing import Any
 
 SEPARATOR = " | "
-JsonDict = Dict[str, Any]
+JsonDict = dict[str, Any]
 
 
 def seconds(value: float) -> str:
     """``75`` as ``1 min 15 s``."""
-    whole = int(round(value))
-    if whole < 60:  # noqa: PLR2004
-        return "{} s".format(whole)
-    return "{} min {:02d} s".format(whole // 60, whole % 60)
+    whole = round(value)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60:02d} s"
 
 
-def _unit_load(status: Mapping[str, Any], unit: str) -> Optional[JsonDict]:
+def _unit_load(status: Mapping[str, Any], unit: str) -> JsonDict | None:
     for found in status["units"]:
         if found["unit"] == unit and found.get("load"):
             load: JsonDict = found["load"]
@@ -42,7 +43,7 @@ def line(host: str, status: Mapping[str, Any], now_unix: float) -> str:
         words += [
             "{} {:.0f} %".format(snapshot["phase"], snapshot["percent"]),
             seconds(snapshot["elapsed_s"]) + " elapsed",
-            "about {} left".format(seconds(left)) if left is not None else "time left not known yet",
+            f"about {seconds(left)} left" if left is not None else "time left not known yet",
         ]
         if snapshot["detail"]:
             words.append(snapshot["detail"])
@@ -54,34 +55,45 @@ def line(host: str, status: Mapping[str, Any], now_unix: float) -> str:
 _LINE = re.compile(r"(?P<host>[^|]+) \| (?P<variant>[^|]+) \| (?P<phase>[a-z_ -]+)(?: \| (?P<rest>.*))?$")
 
 
-def parse(text: str) -> Optional[Dict[str, str]]:
+def parse(text: str) -> dict[str, str] | None:
     """A progress line taken apart into host, variant, phase and the rest; None for any other text."""
     match = _LINE.match(text.strip())
     return {key: (value or "").strip() for key, value in match.groupdict().items()} if match else None
 
 
-def _cause(label: str, cause: Mapping[str, Any]) -> List[str]:
-    lines = ["{}: {} [{}{}]".format(
-        label, cause["what"], cause["class"], ", in phase " + cause["phase"] if cause.get("phase") else ""
-    )]
+def _cause(label: str, cause: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "{}: {} [{}{}]".format(
+            label, cause["what"], cause["class"], ", in phase " + cause["phase"] if cause.get("phase") else ""
+        )
+    ]
     for key, name in (("root_cause", "first cause"), ("remedy", "what to do")):
         if cause.get(key) and cause[key] not in cause["what"]:
-            lines.append("  {}: {}".format(name, cause[key]))
+            lines.append(f"  {name}: {cause[key]}")
     lines += ["    " + context for context in cause.get("context") or []]
     return lines
 
 
-def report(host: str, status: Mapping[str, Any]) -> List[str]:
+def report(host: str, status: Mapping[str, Any]) -> list[str]:
     """The end of a swap for people: outcome, times, cause, and what serves now."""
     swap = status.get("swap")
     if not swap:
-        return ["{}: no swap has run".format(host)]
+        return [f"{host}: no swap has run"]
     good = status["last_good"]
-    serving = "{} serves since {}".format(good["variant"], "this swap") if swap["outcome"] == "swapped" else (
-        "{} is the last good variant".format(good["variant"]) if good else "no variant was ever good")
-    lines = ["{}: {} -> {}: {}; {}".format(
-        host, swap["from"]["variant"] if swap["from"] else "nothing", swap["to"]["variant"], swap["outcome"], serving
-    )]
+    serving = (
+        "{} serves since {}".format(good["variant"], "this swap")
+        if swap["outcome"] == "swapped"
+        else ("{} is the last good variant".format(good["variant"]) if good else "no variant was ever good")
+    )
+    lines = [
+        "{}: {} -> {}: {}; {}".format(
+            host,
+            swap["from"]["variant"] if swap["from"] else "nothing",
+            swap["to"]["variant"],
+            swap["outcome"],
+            serving,
+        )
+    ]
     if swap["phases"]:
         lines.append("  " + ", ".join("{} {:.1f} s".format(item["name"], item["seconds"]) for item in swap["phases"]))
     if swap["seconds_without_service"] is not None:
@@ -94,44 +106,49 @@ def report(host: str, status: Mapping[str, Any]) -> List[str]:
     return lines
 
 
-def preflight_report(report_: Mapping[str, Any]) -> List[str]:
+def preflight_report(report_: Mapping[str, Any]) -> list[str]:
     """A preflight for people: each problem, or what the engine made of the configuration."""
     if not report_["ok"]:
         return ["{}: {}".format(problem["check"], problem["what"]) for problem in report_["problems"]]
-    lines = ["vLLM {} accepts the variant{}".format(
-        report_["engine_version"], " (known from an earlier check)" if report_["cached"] else "")]
+    lines = [
+        "vLLM {} accepts the variant{}".format(
+            report_["engine_version"], " (known from an earlier check)" if report_["cached"] else ""
+        )
+    ]
     effective = dict(report_["effective"])
     speculative = effective.pop("speculative", None) or {}
-    lines += ["  {}: {}".format(key, value) for key, value in sorted(effective.items())]
-    lines += ["  speculative {}: {}".format(key, value) for key, value in sorted(speculative.items())]
+    lines += [f"  {key}: {value}" for key, value in sorted(effective.items())]
+    lines += [f"  speculative {key}: {value}" for key, value in sorted(speculative.items())]
     return lines + ["  the engine says: " + notice for notice in report_["notices"]]
 
 
-def plan(host: str, status: Optional[Mapping[str, Any]], variant: str, release: str) -> str:
+def plan(host: str, status: Mapping[str, Any] | None, variant: str, release: str) -> str:
     """What a swap to a release would do, for consent and for check mode."""
     if not status:
-        return "{}: nothing of swapgate is installed; '{}' would be the first variant".format(host, variant)
+        return f"{host}: nothing of swapgate is installed; '{variant}' would be the first variant"
     serving = [unit for unit in status["units"] if unit["active"] == "active"]
     if any(unit["release"] == release for unit in serving):
-        return "{}: '{}' already serves as it is; nothing would change".format(host, variant)
+        return f"{host}: '{variant}' already serves as it is; nothing would change"
     usual = status.get("usual_seconds_without_service", {}).get(variant)
-    how_long = "usually {} here".format(seconds(usual)) if usual else "no earlier load on this host tells how long"
+    how_long = f"usually {seconds(usual)} here" if usual else "no earlier load on this host tells how long"
     stopped = ", ".join("'{}'".format(unit["variant"]) for unit in serving)
     if not stopped:
-        return "{}: nothing serves; '{}' would be loaded ({})".format(host, variant, how_long)
-    return "{}: stops {} and drops its traffic until '{}' has loaded ({})".format(host, stopped, variant, how_long)
+        return f"{host}: nothing serves; '{variant}' would be loaded ({how_long})"
+    return f"{host}: stops {stopped} and drops its traffic until '{variant}' has loaded ({how_long})"
 
 
 def _acceptance(figures: Mapping[str, Any]) -> str:
     if not figures["drafts"]:
         return "no draft yet"
     return "{:.0f} % of {} draft tokens accepted, acceptance length {:.2f}, by position {}".format(
-        100 * figures["acceptance_rate"], figures["draft_tokens"], figures["acceptance_length"],
-        " ".join("{:.2f}".format(rate) for rate in figures["by_position"]),
+        100 * figures["acceptance_rate"],
+        figures["draft_tokens"],
+        figures["acceptance_length"],
+        " ".join(f"{rate:.2f}" for rate in figures["by_position"]),
     )
 
 
-def status_table(host: str, status: Mapping[str, Any]) -> List[str]:
+def status_table(host: str, status: Mapping[str, Any]) -> list[str]:
     """What serves on a host, since when, how long it took to load, and how well its drafts are accepted."""
     if status["problem"]:
         return ["{}: {}".format(host, status["problem"])]
@@ -140,7 +157,8 @@ def status_table(host: str, status: Mapping[str, Any]) -> List[str]:
     for unit in status["units"]:
         load = unit["load"] or {}
         words = [
-            unit["variant"], unit["active"] + (" ({})".format(unit["sub"]) if unit["active"] != unit["sub"] else ""),
+            unit["variant"],
+            unit["active"] + (" ({})".format(unit["sub"]) if unit["active"] != unit["sub"] else ""),
             "since " + unit["since"] if unit["active"] == "active" else "",
             "loaded in " + seconds(load["ready_after_s"]) if load.get("ready_after_s") else "",
             "starts at boot" if unit["enabled"] else "",
@@ -156,19 +174,21 @@ def status_table(host: str, status: Mapping[str, Any]) -> List[str]:
     swap = status["swap"]
     if swap and swap["outcome"] is None:
         lines.append("    a swap to '{}' is in phase {}".format(swap["to"]["variant"], swap["phase"]))
-    return lines or ["{}: no variant is installed".format(host)]
+    return lines or [f"{host}: no variant is installed"]
 
 
-def history_table(swaps: List[Mapping[str, Any]]) -> List[str]:
+def history_table(swaps: list[Mapping[str, Any]]) -> list[str]:
     """One line a swap, oldest first."""
     lines = []
     for swap in swaps:
         started = time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(swap["started_unix"]))
         lost = swap["seconds_without_service"]
         words = [
-            started, swap["by"], "{} -> {}".format(swap["from"]["variant"] if swap["from"] else "nothing",
-                                                   swap["to"]["variant"]),
-            swap["outcome"], "{} without service".format(seconds(lost)) if lost is not None else "",
+            started,
+            swap["by"],
+            "{} -> {}".format(swap["from"]["variant"] if swap["from"] else "nothing", swap["to"]["variant"]),
+            swap["outcome"],
+            f"{seconds(lost)} without service" if lost is not None else "",
             swap["cause"]["what"] if swap["cause"] else "",
         ]
         lines.append(", ".join(word for word in words if word))

@@ -9,8 +9,10 @@ RELEASE
     soak; ``answer`` is its text for the fixed greedy prompt, ``identity`` what it stood on (engine, model, driver).
 SWAP
     {"id", "by", "started_unix", "boot_id", "from": RELEASE | null, "to": {"variant", "unit", "release"},
-     "phase", "phases": [{"name", "seconds"}], "stopped_old": bool, "outcome": null | OUTCOME, "cause": null | CAUSE,
-     "rollback_cause": null | CAUSE, "seconds_without_service": s | null, "ended_unix": null | s, "preflight": {...}}
+     "phase", "phase_since_unix", "phases": [{"name", "seconds"}], "stopped_old": bool, "outcome": null | OUTCOME,
+     "cause": null | CAUSE, "rollback_cause": null | CAUSE, "service_lost_s": monotonic s of this boot | null,
+     "seconds_without_service": s | null, "streams": null | {"running": at the stop, "lost": cut off by it},
+     "ended_unix": null | s, "preflight": null | report of preflight}
 OUTCOME, a closed list
     swapped | unchanged | refused | rolled_back | recovered | failed
 CAUSE
@@ -27,12 +29,12 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 SCHEMA = 1
 OUTCOMES = ("swapped", "unchanged", "refused", "rolled_back", "recovered", "failed")
 
-JsonDict = Dict[str, Any]
+JsonDict = dict[str, Any]
 
 
 class RecordError(Exception):
@@ -48,6 +50,7 @@ class Layout:
         self.state_dir = base / "var/lib/swapgate"
         self.state = self.state_dir / "state.json"
         self.request = self.state_dir / "request.json"
+        self.confirmation = self.state_dir / "confirmation.json"
         self.history = self.state_dir / "history.jsonl"
         self.releases = self.state_dir / "releases"
         self.preflights = self.state_dir / "preflight"
@@ -101,10 +104,10 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
-        raise RecordError("{}: {}".format(path, error)) from error
+        raise RecordError(f"{path}: {error}") from error
 
 
-def read_if_there(path: Path) -> Optional[JsonDict]:
+def read_if_there(path: Path) -> JsonDict | None:
     """The JSON object at ``path``, or None when there is none or it is only half written."""
     try:
         value = read_json(path)
@@ -125,7 +128,7 @@ def read_state(layout: Layout) -> JsonDict:
     except FileNotFoundError:
         return empty_state()
     if not isinstance(state, dict) or not {"schema", "last_good", "swap"} <= set(state):
-        raise RecordError("{}: not a state file of swapgate (found {!r:.60})".format(layout.state, state))
+        raise RecordError(f"{layout.state}: not a state file of swapgate (found {state!r:.60})")
     if state["schema"] != SCHEMA:
         raise RecordError(
             "{}: schema {!r}, expected {}. Another release of swapgate wrote it.".format(
@@ -143,7 +146,7 @@ def append_history(layout: Layout, swap: JsonDict) -> None:
         os.fsync(out.fileno())
 
 
-def read_history(layout: Layout) -> List[JsonDict]:
+def read_history(layout: Layout) -> list[JsonDict]:
     """All ended swaps, oldest first; a line cut by a power failure is passed over."""
     swaps = []
     try:

@@ -144,8 +144,8 @@ def _command(key: str, value: str, environment: set[str], errors: list[str], war
     for braced, bare in _VARIABLE.findall(plain):
         if (braced or bare) not in environment:
             warnings.append(
-                f"{key}= refers to ${braced or bare}, which the unit does not set: it becomes an empty string (write $$ "
-                "for the shell's)"
+                f"{key}= refers to ${braced or bare}, which the unit does not set: it becomes an empty string ($$ "
+                "is the shell's)"
             )
     if re.search(r"\brm\b.*/dev/shm", plain):
         warnings.append(f"{key}= removes files in /dev/shm, also those that living programs use")

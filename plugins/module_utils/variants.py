@@ -9,11 +9,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from . import versions
 
-JsonDict = Dict[str, Any]
+JsonDict = dict[str, Any]
 
 _KEY = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$")
 _NAME = re.compile(r"^[a-z0-9]+([._-][a-z0-9]+)*$")
@@ -52,12 +53,12 @@ class VariantError(ValueError):
 
 def _closest(word: str, words: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, list(words), n=1)
-    return " Did you mean '{}'?".format(near[0]) if near else ""
+    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def _check_keys(where: str, entry: Any, allowed: Sequence[str]) -> None:
     if not isinstance(entry, dict):
-        raise VariantError("{}: found {!r}, expected a map of keys. Correct the entry.".format(where, entry))
+        raise VariantError(f"{where}: found {entry!r}, expected a map of keys. Correct the entry.")
     for key in entry:
         if key not in allowed:
             raise VariantError(
@@ -98,14 +99,14 @@ def defaults_of(options: Mapping[str, Any]) -> JsonDict:
 
 def flatten(name: str, variants: Mapping[str, Any], allowed: Sequence[str]) -> JsonDict:
     """One variant's entry with its base merged in. One level of ``extends`` only."""
-    where = "variant '{}'".format(name)
+    where = f"variant '{name}'"
     entry = _choose("variant", name, variants, "swapgate_variants")
     _check_keys(where, entry, allowed)
     base_name = entry.get("extends")
     if base_name is None:
         return {key: value for key, value in entry.items() if value is not None}
-    base = _choose("variant", base_name, variants, "swapgate_variants, named by `extends` of {}".format(where))
-    _check_keys("variant '{}'".format(base_name), base, allowed)
+    base = _choose("variant", base_name, variants, f"swapgate_variants, named by `extends` of {where}")
+    _check_keys(f"variant '{base_name}'", base, allowed)
     if base.get("extends"):
         raise VariantError(
             "{}: `extends: {}` is itself built on '{}'; only one level is allowed. Extend '{}' directly.".format(
@@ -115,7 +116,7 @@ def flatten(name: str, variants: Mapping[str, Any], allowed: Sequence[str]) -> J
     return merge({key: value for key, value in base.items() if key != "description"}, entry)
 
 
-def render_flag(key: str, value: Any) -> List[str]:
+def render_flag(key: str, value: Any) -> list[str]:
     """The command-line words of one engine argument.
 
     A string or number is ``--key value``, true a bare flag, false and null nothing, a map one compact JSON word, a
@@ -130,14 +131,14 @@ def render_flag(key: str, value: Any) -> List[str]:
         return [flag, json.dumps(value, separators=(",", ":"), ensure_ascii=False)]
     if isinstance(value, (list, tuple)):
         if not value or not all(isinstance(item, (str, int, float)) and not isinstance(item, bool) for item in value):
-            raise VariantError("engine argument '{}': a list must hold strings or numbers, found {!r}".format(key, value))
+            raise VariantError(f"engine argument '{key}': a list must hold strings or numbers, found {value!r}")
         return [flag] + [str(item) for item in value]
     if isinstance(value, (str, int, float)):
         return [flag, str(value)]
-    raise VariantError("engine argument '{}': a {} cannot be a flag".format(key, type(value).__name__))
+    raise VariantError(f"engine argument '{key}': a {type(value).__name__} cannot be a flag")
 
 
-def render_flags(arguments: Mapping[str, Any]) -> List[str]:
+def render_flags(arguments: Mapping[str, Any]) -> list[str]:
     """All arguments as words, in the map's order."""
     return [word for key, value in arguments.items() for word in render_flag(key, value)]
 
@@ -147,33 +148,29 @@ def _engine_args(where: str, arguments: Mapping[str, Any]) -> JsonDict:
     for raw in sorted(arguments):
         key = str(raw).lstrip("-").replace("_", "-")
         if not _KEY.match(key):
-            raise VariantError("{}: engine argument '{}' is not the name of a flag.".format(where, raw))
+            raise VariantError(f"{where}: engine argument '{raw}' is not the name of a flag.")
         if key in OWNED_FLAGS:
             raise VariantError(
-                "{}: engine argument '{}' is set by {}. Set it there and remove it here.".format(
-                    where, key, OWNED_FLAGS[key]
-                )
+                f"{where}: engine argument '{key}' is set by {OWNED_FLAGS[key]}. Set it there and remove it here."
             )
         checked[key] = arguments[raw]
     return checked
 
 
-def _environment(where: str, environment: Mapping[str, Any]) -> Dict[str, str]:
+def _environment(where: str, environment: Mapping[str, Any]) -> dict[str, str]:
     checked = {}
     for key in sorted(environment):
         value = environment[key]
         if not _ENV.match(str(key)):
-            raise VariantError("{}: '{}' is not the name of an environment variable.".format(where, key))
+            raise VariantError(f"{where}: '{key}' is not the name of an environment variable.")
         if key in SECRET_VARIABLES:
             raise VariantError(
-                "{}: {} in `env` could be read by every local user. Use vllm_service_api_key, or fetch the model with "
-                "role model_cache.".format(where, key)
+                f"{where}: {key} in `env` could be read by every local user. Use vllm_service_api_key, or fetch the model with "
+                "role model_cache."
             )
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise VariantError(
-                "{}: environment variable {} is {!r}; expected a string or a number. Quote the value.".format(
-                    where, key, value
-                )
+                f"{where}: environment variable {key} is {value!r}; expected a string or a number. Quote the value."
             )
         checked[str(key)] = str(value)
     return checked
@@ -184,7 +181,7 @@ def unit_name(model_name: str, variant_name: str, is_base: bool) -> str:
     return "vllm-{}{}.service".format(model_name, "" if is_base else "-" + variant_name)
 
 
-def _speculative(where: str, entry: JsonDict, model: Mapping[str, Any]) -> Optional[JsonDict]:
+def _speculative(where: str, entry: JsonDict, model: Mapping[str, Any]) -> JsonDict | None:
     config = entry.get("speculative_config")
     if not config:
         return None
@@ -202,13 +199,13 @@ def _speculative(where: str, entry: JsonDict, model: Mapping[str, Any]) -> Optio
         low, high = config.get("prompt_lookup_min"), config.get("prompt_lookup_max")
         if low is None or high is None:
             raise VariantError(
-                "{}: give both prompt_lookup_min and prompt_lookup_max; found min={}, max={}. The engine copies a "
-                "missing one from the other, which silently searches one length only.".format(where, low, high)
+                f"{where}: give both prompt_lookup_min and prompt_lookup_max; found min={low}, max={high}. The engine copies a "
+                "missing one from the other, which silently searches one length only."
             )
     return config
 
 
-def resolve(  # noqa: PLR0913 - each argument is one input of the table, and there is no second caller to hide them from
+def resolve(
     name: str,
     variants: Mapping[str, Any],
     models: Mapping[str, Any],
@@ -222,17 +219,17 @@ def resolve(  # noqa: PLR0913 - each argument is one input of the table, and the
     the inputs, ``main`` the result. Raises VariantError.
     """
     options = {kind: spec[kind]["options"] for kind in ("variant", "model", "host")}
-    where = "variant '{}'".format(name)
+    where = f"variant '{name}'"
     if not _NAME.match(str(name)):
-        raise VariantError("{}: a name is lower-case letters, digits and single '.', '_' or '-'.".format(where))
+        raise VariantError(f"{where}: a name is lower-case letters, digits and single '.', '_' or '-'.")
     entry = dict(defaults_of(options["variant"]), **flatten(name, variants, list(options["variant"])))
     model = _choose("model", model_name, models, "swapgate_models")
-    _check_keys("model '{}'".format(model_name), model, list(options["model"]))
+    _check_keys(f"model '{model_name}'", model, list(options["model"]))
     model = dict(defaults_of(options["model"]), **{key: value for key, value in model.items() if value is not None})
     _check_keys("swapgate_host", host, list(options["host"]))
     host = dict(defaults_of(options["host"]), **{key: value for key, value in host.items() if value is not None})
     for place, given, needed in (
-        ("model '{}'".format(model_name), model, options["model"]),
+        (f"model '{model_name}'", model, options["model"]),
         ("swapgate_host", host, options["host"]),
     ):
         for key, option in needed.items():
@@ -258,7 +255,7 @@ def resolve(  # noqa: PLR0913 - each argument is one input of the table, and the
     }
     extra: JsonDict = {}
     environment: JsonDict = dict(ENGINE_ENVIRONMENT)
-    for place, source in (("swapgate_host", host), ("model '{}'".format(model_name), model), (where, entry)):
+    for place, source in (("swapgate_host", host), (f"model '{model_name}'", model), (where, entry)):
         extra = merge(extra, _engine_args(place, source["engine_args"]))
         environment = merge(environment, _environment(place, source["env"]))
     arguments.update(extra)
@@ -279,7 +276,7 @@ def resolve(  # noqa: PLR0913 - each argument is one input of the table, and the
             "tensor_parallel_size": model["tensor_parallel_size"],
         },
         "engine": engine,
-        "argv": [engine["venv"] + "/bin/vllm", "serve", model["path"]] + render_flags(arguments),
+        "argv": [engine["venv"] + "/bin/vllm", "serve", model["path"], *render_flags(arguments)],
         "env": {key: environment[key] for key in sorted(environment)},
         "bind": host["bind"],
         "port": host["port"],
@@ -296,9 +293,9 @@ def resolve(  # noqa: PLR0913 - each argument is one input of the table, and the
     }
 
 
-def contradictions(resolved: Sequence[Mapping[str, Any]]) -> List[str]:
+def contradictions(resolved: Sequence[Mapping[str, Any]]) -> list[str]:
     """What makes variants of one host impossible together: two that would write the same unit file."""
-    owner: Dict[str, str] = {}
+    owner: dict[str, str] = {}
     problems = []
     for variant in resolved:
         other = owner.setdefault(variant["unit"], variant["name"])

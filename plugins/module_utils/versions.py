@@ -6,7 +6,8 @@ Versions are compared by their numeric release part; ``0.32.0+cpu`` and ``0.32.0
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 OLDEST_KNOWN = "0.16"
 
@@ -21,15 +22,23 @@ class Removal(NamedTuple):
 
 
 # Sources are pull requests of vllm-project/vllm. A flag that was gone before OLDEST_KNOWN carries that release.
-FLAGS: Tuple[Removal, ...] = (
+FLAGS: tuple[Removal, ...] = (
     Removal("--speculative-model", "0.8.4", "`speculative_config: {method, model}`", "PR 15466"),
     Removal("--num-speculative-tokens", "0.8.4", "`speculative_config: {num_speculative_tokens}`", "PR 15466"),
     Removal("--ngram-prompt-lookup-max", "0.8.4", "`speculative_config: {prompt_lookup_max}`", "PR 15466"),
     Removal("--ngram-prompt-lookup-min", "0.8.4", "`speculative_config: {prompt_lookup_min}`", "PR 15466"),
-    Removal("--speculative-draft-tensor-parallel-size", "0.8.4",
-            "`speculative_config: {draft_tensor_parallel_size}`", "PR 15466"),
-    Removal("--speculative-disable-by-batch-size", "0.8.4",
-            "`speculative_config: {num_speculative_tokens_per_batch_size}` (0.24 and newer)", "PR 15466"),
+    Removal(
+        "--speculative-draft-tensor-parallel-size",
+        "0.8.4",
+        "`speculative_config: {draft_tensor_parallel_size}`",
+        "PR 15466",
+    ),
+    Removal(
+        "--speculative-disable-by-batch-size",
+        "0.8.4",
+        "`speculative_config: {num_speculative_tokens_per_batch_size}` (0.24 and newer)",
+        "PR 15466",
+    ),
     Removal("--use-v2-block-manager", "0.10", "nothing: it has been the only one for long", "V0 clean-up"),
     Removal("--num-scheduler-steps", "0.11", "nothing: asynchronous scheduling took its place", "V0 clean-up"),
     Removal("--swap-space", "0.16", "`kv-transfer-config`, or nothing", "V0 clean-up"),
@@ -38,10 +47,14 @@ FLAGS: Tuple[Removal, ...] = (
     Removal("--disable-frontend-multiprocessing", "0.12", "nothing", "V0 clean-up"),
     Removal("--enable-reasoning", "0.10", "the model entry's `reasoning_parser` alone", "PR 17452"),
     Removal("--task", "0.16", "`runner`, and `convert` for pooling", "PR 21470"),
-    Removal("--disable-log-requests", "0.17",
-            "nothing (requests are not logged by default), or `no-enable-log-requests`", "PR 21739, PR 29402"),
+    Removal(
+        "--disable-log-requests",
+        "0.17",
+        "nothing (requests are not logged by default), or `no-enable-log-requests`",
+        "PR 21739, PR 29402",
+    ),
 )
-VARIABLES: Tuple[Removal, ...] = (
+VARIABLES: tuple[Removal, ...] = (
     Removal("TRANSFORMERS_CACHE", "0.16", "HF_HOME", "transformers 5 no longer reads it"),
     Removal("VLLM_USE_V1", "0.11", "nothing: V1 is the only engine", "V0 clean-up"),
 )
@@ -56,7 +69,7 @@ class Vulnerability(NamedTuple):
 
 
 # Read in 2026-11. A later hole is not in the table: it proves a version bad, never good.
-VULNERABILITIES: Tuple[Vulnerability, ...] = (
+VULNERABILITIES: tuple[Vulnerability, ...] = (
     Vulnerability("CVE-2026-22807", "0.14.0", "a model's auto_map code runs without --trust-remote-code"),
     Vulnerability("CVE-2026-22778", "0.14.1", "remote code execution through a video, without authentication"),
     Vulnerability("GHSA-v359-jj2x-j536", "0.17.0", "see the advisory"),
@@ -67,11 +80,11 @@ VULNERABILITIES: Tuple[Vulnerability, ...] = (
 )
 
 
-def release(version: str) -> Tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
     """The numeric release of a version string; ValueError when it has none."""
     match = re.match(r"v?(\d+(?:\.\d+)*)", version.strip())
     if not match:
-        raise ValueError("not a version: {!r}".format(version))
+        raise ValueError(f"not a version: {version!r}")
     return tuple(int(part) for part in match.group(1).split("."))
 
 
@@ -83,12 +96,10 @@ def at_least(version: str, floor: str) -> bool:
 
 
 def _successor(removal: Removal, version: str) -> str:
-    return "{} is gone since vLLM {} (this host has {}). Instead: {}. Source: {}.".format(
-        removal.name, removal.since, version, removal.successor, removal.source
-    )
+    return f"{removal.name} is gone since vLLM {removal.since} (this host has {version}). Instead: {removal.successor}. Source: {removal.source}."
 
 
-def removed_settings(argv: Sequence[str], env: Mapping[str, Any], version: str) -> List[str]:
+def removed_settings(argv: Sequence[str], env: Mapping[str, Any], version: str) -> list[str]:
     """One line for each flag of ``argv`` and variable of ``env`` that engine ``version`` no longer takes."""
     used = {word.split("=", 1)[0].replace("_", "-") for word in argv if word.startswith("--")}
     gone = [item for item in FLAGS if item.name in used and at_least(version, item.since)]
@@ -96,11 +107,11 @@ def removed_settings(argv: Sequence[str], env: Mapping[str, Any], version: str) 
     return [_successor(item, version) for item in gone]
 
 
-def known_vulnerabilities(version: str, accepted: Sequence[str] = ()) -> List[str]:
+def known_vulnerabilities(version: str, accepted: Sequence[str] = ()) -> list[str]:
     """One line for each hole that ``version`` has and that the inventory did not accept by its id."""
     return [
-        "vLLM {} has {} ({}; closed in {}). Use {} or newer, or accept it: "
-        "`swapgate_host: {{accepted_risks: [{}]}}`.".format(version, hole.id, hole.what, hole.fixed_in, floor(), hole.id)
+        f"vLLM {version} has {hole.id} ({hole.what}; closed in {hole.fixed_in}). Use {floor()} or newer, or accept it: "
+        f"`swapgate_host: {{accepted_risks: [{hole.id}]}}`."
         for hole in VULNERABILITIES
         if not at_least(version, hole.fixed_in) and hole.id not in accepted
     ]
@@ -111,16 +122,16 @@ def floor() -> str:
     return max((hole.fixed_in for hole in VULNERABILITIES), key=release)
 
 
-def unsupported(version: Optional[str]) -> Optional[str]:
+def unsupported(version: str | None) -> str | None:
     """Why swapgate does not drive this engine at all, or None."""
     if version is None:
         return "the engine's version cannot be read"
     if not at_least(version, OLDEST_KNOWN):
-        return "vLLM {} is older than {}, the oldest release that swapgate drives".format(version, OLDEST_KNOWN)
+        return f"vLLM {version} is older than {OLDEST_KNOWN}, the oldest release that swapgate drives"
     return None
 
 
-def table() -> Dict[str, List[Dict[str, str]]]:
+def table() -> dict[str, list[dict[str, str]]]:
     """The tables as plain data, for docs and `--json`."""
     return {
         "flags": [item._asdict() for item in FLAGS],

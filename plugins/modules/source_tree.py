@@ -46,7 +46,6 @@ removed:
 from pathlib import Path  # noqa: E402 - Ansible wants the documentation first
 
 from ansible.module_utils.basic import AnsibleModule  # noqa: E402
-
 from ansible_collections.swapgate.core.plugins.module_utils import records  # noqa: E402
 
 

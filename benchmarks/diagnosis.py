@@ -25,6 +25,7 @@ sys.path.insert(0, str(ROOT / "collections"))
 sys.path.insert(0, str(ROOT))
 
 from ansible_collections.swapgate.core.plugins.module_utils import diagnosis, load_watch  # noqa: E402
+
 from scripts.diagnose import load_signatures  # noqa: E402
 
 RANKS = 8

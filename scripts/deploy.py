@@ -171,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     broken = [pair for pair in args.extra_var if "=" not in pair]
     if broken:
-        print(f"deploy.py: -e: found {broken[0]!r}, expected KEY=VALUE", file=sys.stderr)
+        print(f"deploy.py: -e: found {broken[0]!r}, expected K=V", file=sys.stderr)
         return REFUSED
     console = Console(stderr=True)
     view = View(console)

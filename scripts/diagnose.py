@@ -55,6 +55,7 @@ _SMI_WORDS = {
     "no processes",
     "requires reset",
     "lost",
+    "library version",
 }
 _SYSTEMCTL, _JOURNALCTL = "systemctl", "journalctl"  # wherever the distribution has them
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -69,7 +70,7 @@ def load_signatures(path: Path = SIGNATURES) -> signatures.Signatures:
     """The checked signatures of a YAML or JSON file."""
     try:
         with path.open("rb") as stream:
-            return signatures.load_signatures(yaml.load(stream, Loader=_LOADER))  # noqa: S506  a safe loader
+            return signatures.load_signatures(yaml.load(stream, Loader=_LOADER))
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise InputError(f"{path}: cannot use the signatures: {error}") from error
 
@@ -79,7 +80,7 @@ def case_of(text: str) -> dict[str, Any] | None:
     if not re.search(r"^(?:log|input):", text, re.MULTILINE) and not text.lstrip().startswith("{"):
         return None
     try:
-        case = yaml.load(text, Loader=_LOADER)  # noqa: S506  a safe loader
+        case = yaml.load(text, Loader=_LOADER)
     except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
         return None
     if not isinstance(case, dict) or not ("log" in case or "input" in case):
@@ -107,7 +108,13 @@ def kind_of(text: str) -> str:
         return "topology"
     if re.search(r"^\[(?:Service|Unit)\]\s*$", plain, re.MULTILINE) and re.search(r"^Exec\w+ *=", plain, re.MULTILINE):
         return "unit"
-    if re.search(r"^\+-{20,}|^\| NVIDIA-SMI |^\|.*[0-9A-F]{8}:[0-9A-F]{2}:|^\| *MIG devices", plain, re.MULTILINE):
+    if re.fullmatch(r"\s*\[(?:Unknown Error|N/A|Not Supported|GPU [\w ]+)\]\s*", plain):
+        return "nvidia-smi"  # the answer to a query of one field
+    if re.search(
+        r"^\+-{20,}|^.*ERR!.*\d+MiB / +\d+MiB|^\| NVIDIA-SMI |^\|.*[0-9A-F]{8}:[0-9A-F]{2}:|^\| *MIG devices",
+        plain,
+        re.MULTILINE,
+    ):
         return "nvidia-smi"
     if lines and len(lines) <= _MOST_ROWS and _is_csv(plain, lines):
         return "nvidia-smi"
@@ -125,7 +132,7 @@ def diagnose_text(text: str, kind: str, known: signatures.Signatures, ended: boo
         judged = nvidia_smi.judge(report)
         more = {"gpus": judged["gpus"], "gpu_values": report["gpus"], "processes": report["processes"]}
         result = _judged(kind, judged, {"state": judged["state"], **more})
-        result["root_cause"] = _line_of(text, judged["reasons"], report) if judged["class"] else None
+        result["root_cause"] = _line_of(text, judged["reasons"]) if judged["class"] else None
         return result
     if kind == "unit":
         judged = unit_text.lint(text)
@@ -153,22 +160,14 @@ def _judged(kind: str, judged: dict[str, Any], more: dict[str, Any]) -> dict[str
     }
 
 
-def _line_of(text: str, reasons: list[str], report: dict[str, Any]) -> str | None:
+def _line_of(text: str, reasons: list[str]) -> str | None:
     """The line of the output that a judgement rests on: a notice, or the row of the first GPU that was refused."""
-    lines = log_text.split_lines(log_text.strip_ansi(text))
+    lines = [line for line in log_text.split_lines(log_text.strip_ansi(text)) if line.strip()]
     for reason in reasons:
-        match = re.match(r"GPU (\d+): (?:\S+ reads )?(.*)", reason)
+        gpu = re.match(r"GPU (\d+): ", reason)
         for line in lines:
             row = re.match(r"[|\s]*(\d+)\b", line)
-            if line.strip() and (
-                line.strip() == reason
-                or (
-                    match
-                    and row
-                    and row[1] == match[1]
-                    and (match[2].split(" ")[0] in line or len(report["gpus"]) == 1)
-                )
-            ):
+            if line.strip() == reason or (gpu and row and row[1] == gpu[1]):
                 return line
     return reasons[0] if reasons else None
 
@@ -215,15 +214,8 @@ def diagnose_case(case: dict[str, Any], known: signatures.Signatures, ended: boo
 def journal_of(unit: str) -> Iterator[str]:
     """Journal lines of the unit's latest start, by its InvocationID: older starts and other units stay out."""
     try:
-        shown = subprocess.run(  # noqa: S603
-            [
-                "systemctl",  # noqa: S607  systemd's own tools, wherever the distribution has them
-                "show",
-                "-p",
-                "InvocationID",
-                "--value",
-                unit,
-            ],
+        shown = subprocess.run(
+            [_SYSTEMCTL, "show", "-p", "InvocationID", "--value", unit],
             capture_output=True,
             text=True,
             check=True,
@@ -249,7 +241,7 @@ def journal_of(unit: str) -> Iterator[str]:
         "+",
         f"INVOCATION_ID={invocation}",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:  # noqa: S603
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         if process.stdout is not None:
             yield from log_text.journal_lines(process.stdout)
 

@@ -50,9 +50,15 @@ def render(inventory: str, extra: Mapping[str, Any] | None = None) -> dict[str, 
         out = Path(folder) / "rendered.json"
         variables = Path(folder) / "variables.json"
         variables.write_text(json.dumps({**(extra or {}), "rendered_file": str(out)}), encoding="utf-8")
-        done = subprocess.run(  # noqa: S603 - our own playbook, no shell
-            [str(Path(sys.executable).parent / "ansible-playbook"), "-i", f"inventory/{inventory}",
-             str(GOLDEN / "render.yml"), "-e", f"@{variables}"],
+        done = subprocess.run(
+            [
+                str(Path(sys.executable).parent / "ansible-playbook"),
+                "-i",
+                f"inventory/{inventory}",
+                str(GOLDEN / "render.yml"),
+                "-e",
+                f"@{variables}",
+            ],
             cwd=ROOT,
             env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
             capture_output=True,

@@ -61,8 +61,8 @@ k + 1 tokens cost no more than computing one. No host can do better with that se
 """
 REPLAY_END = """
 semantics: choose by the runner that will serve.
-    v1  earliest match, 0..k drafts a step    V1 runner (CPU builds; on a GPU only if it is told to)
-    v2  latest match, always k drafts a step  V2 runner (the default on GPUs); unverified: no GPU run was compared yet
+    v1  earliest match, 0..k drafts a step    V1 runner: CPU builds; GPUs in 0.26, where n-gram turns the V2 runner off
+    v2  latest match, always k drafts a step  V2 runner: GPUs in 0.32; unverified: no GPU run has been compared yet
 
 exit codes: 0 done, 1 the output could not be written, 2 the input, the grid or the call was wrong
 """
@@ -118,21 +118,19 @@ def command_replay(options: argparse.Namespace) -> int:
     settings = replay.parse_grid(options.grid)
     rule = replay.Rule(options.semantics, options.max_model_len)
     transcripts = read(options.file, options.max_model_len)
-    rows = options.json and not options.summary
-    results = replay.replay_all(transcripts, settings, rule, as_json=rows)
-    if rows:
+    if options.json and not options.summary:
         # The rows have no place for it, and their shape is fixed.
         if rule.latest:
             print(f"predict replay: semantics {rule.semantics} is {replay.CHECKED[rule.semantics]}", file=sys.stderr)
         out = sys.stdout.buffer
-        for i, (_, text) in enumerate(results):
+        for i, transcript in enumerate(transcripts):
             out.write(b",\n" if i else b"[")
-            out.write(text)
+            out.write(replay.replay(transcript, settings, rule).rows_json())
         out.write(b"]\n")
         return 0
     summary = replay.Summary(settings)
-    for replayed, _ in results:
-        summary.add(replayed)
+    for transcript in transcripts:
+        summary.add(replay.replay(transcript, settings, rule))
     if options.json:
         print(json.dumps({
             "semantics": rule.semantics, "checked": replay.CHECKED[rule.semantics], "max_model_len": rule.max_model_len,

@@ -229,15 +229,14 @@ def write_file(path: Path, text: str, mode: int = 0o644) -> None:
 # --- processes and cgroups -------------------------------------------------------------------------------------------
 
 
-def run(argv: Sequence[str | Path], **options: object) -> subprocess.CompletedProcess[str]:
+def run(argv: Sequence[str | Path], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a program, capturing text output. Raises SandboxError with its last lines when it fails."""
     words = [str(word) for word in argv]
-    done = subprocess.run(words, text=True, capture_output=True, check=False, **options)  # type: ignore[call-overload] # noqa: S603
+    done = subprocess.run(words, text=True, capture_output=True, check=False, env=env)
     if done.returncode != 0:
         tail = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
         raise SandboxError(f"`{' '.join(words)}` ended with status {done.returncode}:\n  {tail}")
-    result: subprocess.CompletedProcess[str] = done
-    return result
+    return done
 
 
 def process_start(pid: int) -> int:
@@ -401,7 +400,7 @@ def debian_sources() -> tuple[str, str]:
         lines = path.read_text().splitlines() if path.is_file() else []
         for line in lines:
             words = re.sub(r"\[.*?\]", "", line).split()
-            if len(words) > 3 and words[0] == "deb" and re.fullmatch(rf"{SUITE}(-\w+)*", words[2]):  # noqa: PLR2004
+            if len(words) > 3 and words[0] == "deb" and re.fullmatch(rf"{SUITE}(-\w+)*", words[2]):
                 uri, suite, components = words[1], words[2], " ".join(words[3:])
                 stanzas.append(f"Types: deb\nURIs: {uri}\nSuites: {suite}\nComponents: {components}")
     main = re.compile(rf"^Suites:\s*(?:.*\s)?{SUITE}(?:\s|$)", re.MULTILINE)
@@ -622,7 +621,7 @@ def boot(sandbox: Sandbox) -> None:
     # Debian's /tmp is on the disk; nspawn's default, a small tmpfs, is no place for a wheel of a gigabyte.
     environment["SYSTEMD_NSPAWN_TMPFS_TMP"] = "0"
     with sandbox.console.open("w") as console:
-        child = subprocess.Popen(  # noqa: S603
+        child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=console,
@@ -679,7 +678,7 @@ def ssh(sandbox: Sandbox, command: Sequence[str], timeout_s: float) -> subproces
     """Run a command inside; status 255 when there is no connection or no answer within `timeout_s`."""
     argv = [*ssh_argv(sandbox), "--", *command]
     try:
-        return subprocess.run(argv, text=True, capture_output=True, timeout=timeout_s, check=False)  # noqa: S603
+        return subprocess.run(argv, text=True, capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(argv, 255, "", f"no answer within {timeout_s:.0f} s")
 
@@ -757,7 +756,7 @@ def end_control_masters(sandbox: Sandbox) -> None:
     """Close the SSH connections that Ansible keeps open: they would make the next boot's first task fail."""
     for path in sandbox.control_dir.glob("*"):
         closing = ["ssh", "-o", f"ControlPath={path}", "-O", "exit", "root@127.0.0.1"]
-        subprocess.run(closing, capture_output=True, check=False)  # noqa: S603
+        subprocess.run(closing, capture_output=True, check=False)
         path.unlink(missing_ok=True)
 
 
@@ -905,7 +904,7 @@ def enter(options: argparse.Namespace) -> int:
     """Open a shell in the sandbox over SSH, or run one command there; ends with its status."""
     sandbox = running_sandbox(options.name)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    return subprocess.run([*ssh_argv(sandbox), "--", *command], check=False).returncode  # noqa: S603
+    return subprocess.run([*ssh_argv(sandbox), "--", *command], check=False).returncode
 
 
 def list_all(_options: argparse.Namespace) -> int:

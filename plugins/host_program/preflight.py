@@ -81,7 +81,8 @@ def load_release(layout: records.Layout, release: str) -> JsonDict:
     found = units.release_id(text, variant)
     if found != release:
         raise records.RecordError(
-            f"release {release}: the content of {folder} hashes to {found}; it was changed by hand. Deploy the variant again."
+            f"release {release}: the content of {folder} hashes to {found}; it was changed by hand. "
+            "Deploy the variant again."
         )
     return dict(variant)
 
@@ -155,7 +156,8 @@ def _gpus(variant: JsonDict) -> list[str]:
     pipeline = int(flag_value(variant["argv"], "--pipeline-parallel-size") or 1)
     if indices and size * pipeline != len(indices):
         return [
-            f"tensor parallel size {size} x pipeline {pipeline} needs {size * pipeline} GPUs, swapgate_host.gpus lists {len(indices)}."
+            f"tensor parallel size {size} x pipeline {pipeline} needs {size * pipeline} GPUs, "
+            f"swapgate_host.gpus lists {len(indices)}."
         ]
     return []
 
@@ -234,6 +236,15 @@ def ask_engine(variant: JsonDict, layout: records.Layout, release: str) -> JsonD
     return dict(report)
 
 
+def _hold_against(variant: JsonDict, answer: JsonDict) -> JsonDict:
+    """An engine that is not the version that the variant names has not accepted it."""
+    said, wanted = answer.get("version"), variant["engine"]["version"]
+    if answer["ok"] and (not said or versions.release(said) != versions.release(wanted)):
+        error = f"{variant['engine']['venv']} holds vLLM {said}, expected {wanted}; remove it and run the deploy again"
+        return dict(answer, ok=False, error=error)
+    return answer
+
+
 def check(layout: records.Layout, release: str, managed: list[str], on_step: Callable[[str], None]) -> JsonDict:
     """The preflight report of one staged release. ``managed`` are the units of swapgate on this host.
 
@@ -284,6 +295,7 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
         report["cached"] = answer is not None
         if answer is None:
             answer = ask_engine(variant, layout, release)
+            answer = _hold_against(variant, answer)
             if answer["ok"]:
                 records.write_json(kept, answer)
         if not answer["ok"]:

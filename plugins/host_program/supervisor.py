@@ -42,8 +42,8 @@ LOAD_TOO_LONG = 75
 TICK_S = 0.25
 TELL_S = 1.0
 TAIL_S = 5.0
-# A load that moved this lately gets more time from systemd. The watch ends a stalled load by itself, at limits that depend
-# on the phase; the extension is the net below it, longer than the longest of those.
+# A load that moved this lately gets more time from systemd. The watch ends a stalled load by itself, at limits that
+# depend on the phase; the extension is the net below it, longer than the longest of those.
 MOVES_S = 10.0
 EXTENSION_US = 4000 * 1000 * 1000
 WORK_S = 3.0
@@ -316,7 +316,7 @@ class Supervisor:
         self._tell(now)
 
     def _press(self, now: float) -> None:
-        """TERM, TERM again, KILL: each only when the one before had its time. The drain is waited for while it serves."""
+        """TERM, TERM again, KILL: each when the one before had its time, and not before the drain had its."""
         assert self.child is not None
         patience = 0.0
         if self.ready_after_s is not None and self.failure is None:

@@ -32,6 +32,7 @@ POLL_S = 0.5
 GRACE_S = 30.0
 PROBE_LIMIT_S = 120.0
 SOAK_PROBE_EVERY_S = 5.0
+SOAK_PROBE_LIMIT_S = 30.0
 # One failed probe in a soak may be a busy moment; two in a row are a fault.
 SOAK_FAILURES = 2
 LOCK_LIMIT_S = 20.0
@@ -64,7 +65,7 @@ class Busy(Exception):
 
 @contextlib.contextmanager
 def locked(layout: records.Layout, owner: str, limit_s: float = 0.0) -> Iterator[None]:
-    """Hold the host's one lock, waited for at most ``limit_s``. The kernel releases it with the process, however it ends."""
+    """Hold the host's one lock, waited for at most ``limit_s``. The kernel frees it with the process."""
     layout.lock.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + limit_s
     with open(layout.lock, "a+", encoding="utf-8") as file:
@@ -284,7 +285,7 @@ class Swap:
         file = Path("/etc/swapgate/credentials/vllm_api_key")
         return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
-    def probe(self, variant: JsonDict) -> str:
+    def probe(self, variant: JsonDict, limit_s: float = PROBE_LIMIT_S) -> str:
         """One greedy answer by a process of this very unit; returns its text."""
         holders = processes.port_holders(variant["port"])
         foreign = [str(holder) for holder in holders if holder.unit != variant["unit"]]
@@ -301,7 +302,7 @@ class Swap:
                 variant["port"],
                 variant["model"]["served_name"],
                 api_key=self._api_key(),
-                limit_s=PROBE_LIMIT_S,
+                limit_s=limit_s,
             )
         except engine_api.EngineError as error:
             raise self.explain(variant, f"the engine gives no answer: {error}") from error
@@ -325,17 +326,20 @@ class Swap:
             )
 
     def soak(self, variant: JsonDict) -> None:
-        """The unit must stay up and go on answering."""
+        """The unit must stay up and go on answering, at the end as well."""
         end = time.monotonic() + variant["soak_s"]
         failures = 0
         next_probe = time.monotonic() + SOAK_PROBE_EVERY_S
-        while time.monotonic() < end:
+        while True:
+            over = time.monotonic() >= end
             now = systemd.show(variant["unit"], "ActiveState", "NRestarts", "Result")
             if now["ActiveState"] != "active" or now["NRestarts"] not in ("", "0"):
                 raise self.explain(variant, "{} died in its soak (result {})".format(variant["unit"], now["Result"]))
-            if time.monotonic() >= next_probe:
+            if over or time.monotonic() >= next_probe:
                 try:
-                    self.probe(variant)
+                    self.probe(variant, SOAK_PROBE_LIMIT_S)
+                    if over:
+                        return
                     failures = 0
                 except SwapFailed:
                     failures += 1
@@ -486,6 +490,8 @@ class Swap:
             return False
         if self._drifted(release, variant) or not systemd.is_enabled(variant["unit"]):
             return False
+        if self._changed_below(good, variant):
+            return False
         with contextlib.suppress(SwapFailed):
             self.probe(variant)
             return True
@@ -535,14 +541,21 @@ class Swap:
                 "config",
                 remedy=again + " Your edit belongs into group_vars.",
             )
-        found, stood_on = preflight.identity(variant, self.layout), good.get("identity") or {}
-        for part, now in found.items():
+        changed = self._changed_below(good, variant)
+        if changed:
+            raise SwapFailed(
+                f"the way back is not sound: the {changed} under '{name}' changed since it last served",
+                "host",
+                remedy=again,
+            )
+
+    def _changed_below(self, good: JsonDict, variant: JsonDict) -> str | None:
+        """What a good release stood on (engine, model or driver) and that is another one now, if any."""
+        stood_on = good.get("identity") or {}
+        for part, now in preflight.identity(variant, self.layout).items():
             if stood_on.get(part) not in (None, now):
-                raise SwapFailed(
-                    f"the way back is not sound: the {part} under '{name}' changed since it last served",
-                    "host",
-                    remedy=again,
-                )
+                return part
+        return None
 
 
 def as_cause(error: Exception, phase: str | None) -> JsonDict:
@@ -586,14 +599,16 @@ def unfinished(state: JsonDict) -> bool:
 
 
 def run_request(layout: records.Layout, say: Callable[[str], None]) -> int:
-    """Carry out the request file under the lock: the ExecStart of swapgate-swap.service. Exit 0 unless service was lost."""
+    """Carry out the request file, as ExecStart of swapgate-swap.service. Exit 0 unless the swap failed."""
     request = records.read_json(layout.request)
     with locked(layout, request["by"], LOCK_LIMIT_S):
         state = records.read_state(layout)
-        variant = preflight.load_release(layout, request["release"])
-        to = {"variant": variant["name"], "unit": variant["unit"], "release": request["release"]}
+        last = state["swap"] or {}
         if unfinished(state):
-            Swap(layout, state, say).settle("the swap before was cut off")
+            Swap(layout, state, say).settle("the swap was cut off")
+        if last.get("id") == request["id"]:
+            return 0  # systemd started us again after a kill: the record is settled, and nothing was asked anew
+        to = {key: request[key] for key in ("variant", "unit", "release")}
         if state["last_good"] is None:
             state["last_good"] = adopt(layout)
         state["swap"] = new_swap(to, state["last_good"], request["by"], request["id"])
@@ -745,6 +760,7 @@ def ask(layout: records.Layout, release: str, owner: str, confirm_within_s: floa
                 "release": release,
                 "by": owner,
                 "variant": variant["name"],
+                "unit": variant["unit"],
                 "confirm_within_s": confirm_within_s,
             }
             records.write_json(layout.request, request)

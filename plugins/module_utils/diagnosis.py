@@ -318,7 +318,8 @@ class Scanner:
         if self._traceback_line(source, line):
             return
         indented = message[:1] in {" ", "\t"}
-        exception = None if indented else _EXCEPTION.match(message)
+        # Copied logs are indented as a whole, exception groups have a bar in front; quoted code never looks like this.
+        exception = None if source.after_frame and indented else _EXCEPTION.match(message.lstrip(" \t|+"))
         if not exception and (source.open or (indented and _QUOTED_CODE.match(message))):
             if source.after_frame or indented:
                 self._source_line(source, line)

@@ -127,11 +127,9 @@ def _outer(text: str) -> tuple[int, str, str]:
     tag = pid = ""
     head = text[:1]
     if head == "[":
-        match = _DMESG.match(text)
-        if match:
-            return match.end(), "kernel", ""
-        match = _CONTAINER.match(text)
-        return (match.end() if match else 0), "", ""
+        kernel = _DMESG.match(text)
+        match = kernel or _CONTAINER.match(text)
+        return (match.end() if match else 0), "kernel" if kernel else "", ""
     if not (head.isalnum() or head == "-"):
         return 0, "", ""
     while True:  # a container's log inside a journal has two

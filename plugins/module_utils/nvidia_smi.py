@@ -132,6 +132,7 @@ _NOTICES: tuple[tuple[re.Pattern[str], str, str, str], ...] = tuple(
             "nvidia-smi hangs: a GPU or the driver does not answer, read the kernel log",
         ),
         (r"no running (?:compute )?processes found", "no processes", "none", ""),
+        (r"^nvml library version", "library version", "none", ""),
         (r"^\[?unknown error\]?\.?$", "unknown error", "unknown", "ask again; unknown is not healthy"),
     )
 )
@@ -245,7 +246,7 @@ def _guess_fields(cells: Sequence[str]) -> list[str]:
     values = [number(cell) for cell in cells]
     for at in range(len(cells) - 2):
         total, second, third = values[at : at + 3]
-        if total is None or second is None or third is None or total < 256:  # noqa: PLR2004  smaller is no GPU memory
+        if total is None or second is None or third is None or total < 256:
             continue
         reserved = total - second - third
         if 0 <= reserved <= 0.08 * total:
@@ -255,7 +256,7 @@ def _guess_fields(cells: Sequence[str]) -> list[str]:
             if second >= third:
                 names[at + 1], names[at + 2] = "memory.free", "memory.used"
             break
-    if len(cells) >= 2 and cell_state(cells[0]) and cell_state(cells[1]):  # noqa: PLR2004  used and total, both blind
+    if len(cells) >= 2 and cell_state(cells[0]) and cell_state(cells[1]):
         names[0], names[1] = "memory.used", "memory.total"
     return names
 
@@ -299,7 +300,7 @@ def parse_csv(text: str, fields: Sequence[str] | None = None) -> dict[str, Any]:
             continue
         if names and len(cells) == len(names):
             _take_row(report, names, cells)
-        elif _UUID.match(cells[0]) and len(cells) >= 4:  # noqa: PLR2004  the four fields of PROCESS_QUERY
+        elif _UUID.match(cells[0]) and len(cells) >= 4:
             report["processes_known"] = True
             middle = ", ".join(cells[2:-1])  # a command may hold commas
             report["processes"].append(_process(PROCESS_QUERY, [cells[0], cells[1], middle, cells[-1]]))
@@ -473,7 +474,7 @@ def parse(text: str) -> dict[str, Any]:
     plain = strip_ansi(text)
     if _TABLE_MEMORY.search(plain) or re.search(rf"^\|.*{_BUS}", plain, re.MULTILINE) or "MIG devices" in plain:
         return parse_table(plain)
-    if sum(1 for _name, pattern in _OBSERVED if pattern.search(plain)) >= 2:  # noqa: PLR2004  one could be any sentence
+    if sum(1 for _name, pattern in _OBSERVED if pattern.search(plain)) >= 2:
         return parse_observation(plain)
     return parse_csv(plain)
 

@@ -182,7 +182,7 @@ def _affinity(
             continue
         told = True
         # "0-55,112-167 0N/A" and "56-111,168-2231 N/A": the NUMA column ran into a neighbour.
-        if not _CPUS.match(words[0]) or len(words) < 2 or not words[1].isdigit() or _descending(words[0]):  # noqa: PLR2004
+        if not _CPUS.match(words[0]) or len(words) < 2 or not words[1].isdigit() or _descending(words[0]):
             return "unparseable", {}
         numa.setdefault(words[1], []).append(name)
     if not told:
@@ -192,7 +192,7 @@ def _affinity(
 
 def _descending(cpus: str) -> bool:
     ranges = [tuple(int(end) for end in part.split("-")) for part in cpus.split(",")]
-    return any(len(pair) == 2 and pair[0] > pair[1] for pair in ranges)  # noqa: PLR2004
+    return any(len(pair) == 2 and pair[0] > pair[1] for pair in ranges)
 
 
 def judge(topology: dict[str, Any]) -> dict[str, Any]:

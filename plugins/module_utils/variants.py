@@ -165,8 +165,8 @@ def _environment(where: str, environment: Mapping[str, Any]) -> dict[str, str]:
             raise VariantError(f"{where}: '{key}' is not the name of an environment variable.")
         if key in SECRET_VARIABLES:
             raise VariantError(
-                f"{where}: {key} in `env` could be read by every local user. Use vllm_service_api_key, or fetch the model with "
-                "role model_cache."
+                f"{where}: {key} in `env` could be read by every local user. Use vllm_service_api_key, or fetch the "
+                "model with role model_cache."
             )
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise VariantError(
@@ -177,7 +177,7 @@ def _environment(where: str, environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unit_name(model_name: str, variant_name: str, is_base: bool) -> str:
-    """The unit of a variant. A variant that extends nothing carries the model's name alone; a name is never inherited."""
+    """The unit of a variant. One that extends nothing has the model's name alone; a name is never inherited."""
     return "vllm-{}{}.service".format(model_name, "" if is_base else "-" + variant_name)
 
 
@@ -199,8 +199,8 @@ def _speculative(where: str, entry: JsonDict, model: Mapping[str, Any]) -> JsonD
         low, high = config.get("prompt_lookup_min"), config.get("prompt_lookup_max")
         if low is None or high is None:
             raise VariantError(
-                f"{where}: give both prompt_lookup_min and prompt_lookup_max; found min={low}, max={high}. The engine copies a "
-                "missing one from the other, which silently searches one length only."
+                f"{where}: give both prompt_lookup_min and prompt_lookup_max; found min={low}, max={high}. The engine "
+                "copies a missing one from the other, which silently searches one length only."
             )
     return config
 

@@ -96,7 +96,10 @@ def at_least(version: str, floor: str) -> bool:
 
 
 def _successor(removal: Removal, version: str) -> str:
-    return f"{removal.name} is gone since vLLM {removal.since} (this host has {version}). Instead: {removal.successor}. Source: {removal.source}."
+    return (
+        f"{removal.name} is gone since vLLM {removal.since} (this host has {version}). "
+        f"Instead: {removal.successor}. Source: {removal.source}."
+    )
 
 
 def removed_settings(argv: Sequence[str], env: Mapping[str, Any], version: str) -> list[str]:

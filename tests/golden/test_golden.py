@@ -73,7 +73,7 @@ DONE_OTHERWISE = [
 @pytest.fixture(scope="session")
 def runs():
     """What Ansible renders: each inventory as it is, and the example once more with an eighth variant in the table."""
-    eighth = {"extends": "baseline", "description": "an eighth one", "engine_args": {"max-num-seqs": 4}}
+    eighth = {"extends": "baseline", "description": "50 % of $x", "engine_args": {"max-num-seqs": 4}}
     asked = [(name, None) for name in golden.inventories()]
     asked.append((ORIGINAL, {"swapgate_variants": {**VARIANTS, "eighth": eighth}}))
     with ThreadPoolExecutor(2) as pool:
@@ -120,8 +120,13 @@ def test_baseline_and_ngram_differ_in_name_description_identifier_and_speculativ
     ngram = next(unit for unit in files if unit.endswith("-ngram.service"))
     old, new = (lines_of(files[unit].read_text(encoding="utf-8")) for unit in (base, ngram))
     changed = [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
-    allowed = ("# vllm-", "Description=", "ExecStart=/usr/local/bin/swapgate supervise ", "SyslogIdentifier=",
-               "--speculative-config ")
+    allowed = (
+        "# vllm-",
+        "Description=",
+        "ExecStart=/usr/local/bin/swapgate supervise ",
+        "SyslogIdentifier=",
+        "--speculative-config ",
+    )
     assert [line for line in changed if not line[2:].startswith(allowed)] == []
     assert [line[2:].split()[0] for line in changed if line[2:].startswith("--")] == ["--speculative-config"]
     assert len(changed) == 9  # four lines replaced, one added
@@ -131,7 +136,10 @@ def test_an_eighth_variant_changes_no_other_unit(runs):
     plain, eighth = runs["plain"][ORIGINAL], runs["eighth"]
     assert set(eighth) - set(plain) == {"vllm-kimi-k25-int4-eighth.service"}
     assert {unit: eighth[unit] for unit in plain} == plain
-    assert "    --max-num-seqs 4 \\\n" in eighth["vllm-kimi-k25-int4-eighth.service"]["text"]
+    text = eighth["vllm-kimi-k25-int4-eighth.service"]["text"]
+    assert "    --max-num-seqs 4 \\\n" in text
+    # A percent sign would start a specifier; a dollar sign is plain there.
+    assert "\nDescription=vLLM kimi-k25-int4, eighth: 50 %% of $x\n" in text
 
 
 @pytest.mark.parametrize("setting", IN_THE_UNIT)
@@ -151,8 +159,11 @@ def test_the_original_ngram_setting_is_rendered_with_its_minimum():
 
 @pytest.mark.parametrize(("setting", "gone", "instead"), DONE_OTHERWISE)
 def test_a_setting_that_is_done_otherwise_has_its_row_in_the_decision(runs, setting, gone, instead):
-    rows = [[cell.strip() for cell in line.strip("|").split(" | ")]
-            for line in DECISION.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in DECISION.read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ")
+    ]
     row = next((row for row in rows if setting in row[0]), None)
     assert row, f"{DECISION}: found no row for {setting}, expected one. Next: say there where it went and why."
     assert len(row) == 3 and all(len(cell) > 3 for cell in row)
@@ -186,9 +197,15 @@ def test_write_adds_changes_and_removes(tmp_path, monkeypatch):
     (tmp_path / "site").mkdir()
     for name in ("stays", "goes", "changes"):
         (tmp_path / "site" / name).write_text("old\n")
-    units = {"stays": {"variant": {}, "text": "old\n"}, "changes": {"variant": {}, "text": "new\n"},
-             "comes": {"variant": {}, "text": "x\n"}}
+    units = {
+        "stays": {"variant": {}, "text": "old\n"},
+        "changes": {"variant": {}, "text": "new\n"},
+        "comes": {"variant": {}, "text": "x\n"},
+    }
     assert golden.write("site", units) == ["site/changes", "site/comes", "site/goes (removed)"]
     assert {path.name: path.read_text() for path in (tmp_path / "site").iterdir()} == {
-        "stays": "old\n", "changes": "new\n", "comes": "x\n"}
+        "stays": "old\n",
+        "changes": "new\n",
+        "comes": "x\n",
+    }
     assert golden.write("site", units) == []

@@ -130,30 +130,34 @@ def test_drafts_leave_room_for_the_sampled_token_under_a_limit():
     assert found == {10: [0], 11: [1], 12: [2], 15: [5]}
 
 
-@pytest.mark.parametrize(("pieces", "length", "grid"), [
-    (70, 60, [(3, 2, 2), (4, 4, 4)]),  # past the first size of the hash table
-    (4, 150, [(255, 200, 255), (255, 1, 255)]),  # up to the largest order and draft
-])
-def test_a_text_of_copied_pieces_with_large_token_ids(pieces, length, grid):
+def test_a_text_past_the_first_size_of_the_hash_table():
     rng = np.random.default_rng(1)
-    texts = rng.integers(0, 2**31 - 1, (pieces, length))
-    tokens = np.concatenate([texts[i] for i in [*range(pieces // 2), *rng.integers(0, pieces, 8)]]).tolist()
-    prompt, output = tokens[:-6 * length], tokens[-6 * length:]
-    replayed = replay.replay(transcript(prompt, output), [replay.Setting(*point) for point in grid], replay.Rule("v1"))
-    for i, point in enumerate(grid):
-        drafted, accepted = arrays(replayed, i)
-        assert (drafted, accepted) == reference_replay(prompt, output, point, "v1")
-        assert max(accepted) == point[0]
+    pieces = rng.integers(0, 2**31 - 1, (70, 60))
+    tokens = np.concatenate([pieces[i] for i in [*range(35), *rng.integers(0, 70, 8)]]).tolist()
+    grid = [(3, 2, 2), (4, 4, 4)]
+    for semantics in replay.SEMANTICS:
+        one = transcript(tokens[:-480], tokens[-480:])
+        replayed = replay.replay(one, [replay.Setting(*point) for point in grid], replay.Rule(semantics))
+        for i, point in enumerate(grid):
+            assert arrays(replayed, i) == reference_replay(tokens[:-480], tokens[-480:], point, semantics)
 
 
-def test_threads_keep_the_order_and_the_json_equals_the_rows():
+def test_the_largest_orders_and_drafts():
+    text = np.random.default_rng(1).integers(0, 2**31 - 1, 520).tolist()
+    prompt, output = [*text, 5, *text[:199]], text[199:]
+    replayed = replay.replay(transcript(prompt, output), [replay.Setting(255, 200, 255)], replay.Rule("v1"))
+    # The first step has just 200 tokens to match, and emits 256 of the 320 that are left.
+    assert arrays(replayed) == reference_replay(prompt, output, (255, 200, 255), "v1") == ([255, 255], [255, 64])
+
+
+def test_the_fast_json_equals_the_rows():
     rng = np.random.default_rng(3)
-    many = [transcript(rng.integers(0, 3, n).tolist(), rng.integers(0, 3, 2 * n).tolist(), name=n) for n in range(60)]
     settings = replay.parse_grid("k=12 min=1 max=3; k=110 min=2 max=2")
-    results = list(replay.replay_all(many, settings, replay.Rule("v2"), threads=3, as_json=True))
-    assert [replayed.transcript.id for replayed, _ in results] == [one.id for one in many]
-    for replayed, text in results:
-        assert json.loads(b"[" + text + b"]") == replayed.rows()
+    for n in range(40):
+        one = transcript(rng.integers(0, 3, n).tolist(), rng.integers(0, 3, 2 * n).tolist() + [1] * n, 'a"ä', n)
+        replayed = replay.replay(one, settings, replay.Rule("v2"))
+        assert json.loads(b"[" + replayed.rows_json() + b"]") == replayed.rows()
+    assert max(replayed.rows()[1]["accepted"]) > 9
 
 
 def test_the_summary_adds_up_the_steps_of_each_class():

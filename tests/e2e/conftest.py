@@ -1,0 +1,134 @@
+"""The one throwaway host of the end-to-end tests, with fake engines of several versions and a tiny model.
+
+SWAPGATE_E2E_KEEP=1 keeps the host for the next run; what swapgate put on it is removed at the start all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from throwaway import BASELINE, ROOT, Host, Run, destroy_sandbox, make_sandbox
+
+VERSIONS = ("0.32.0", "0.31.0", "0.26.0", "0.16.0", "0.10.0")
+WHEELS = ROOT / ".artifacts/e2e-wheels"
+MODEL = "/srv/models/tiny"
+KEEP = bool(os.environ.get("SWAPGATE_E2E_KEEP"))
+FIRST_PORT = 8731
+WIPE = (
+    "systemctl stop foreign.service 'vllm-*' swapgate-swap.service 2>/dev/null; rm -rf /etc/swapgate /var/lib/swapgate "
+    "/usr/local/lib/swapgate /usr/local/bin/swapgate /etc/systemd/system/vllm-* /run/systemd/system/vllm-* "
+    "/etc/systemd/system/multi-user.target.wants/vllm-* /etc/systemd/system/*/swapgate-* "
+    "/etc/systemd/system/swapgate-* /run/swapgate /opt/swapgate/engines /etc/fake_vllm.json /var/lib/vllm; "
+    "systemctl daemon-reload; systemctl reset-failed"
+)
+
+
+def variants() -> dict[str, Any]:
+    """The variants that ship, on a base with short times, and a few that must be refused or fail."""
+    table: dict[str, Any] = yaml.safe_load((ROOT / "group_vars/all/variants.yml").read_text())["swapgate_variants"]
+    table["baseline"].update(soak_s=2, restart_delay_s=1, drain_timeout_s=10, load_timeout_s=120)
+    ngram = table["ngram"]["speculative_config"]
+    own = {
+        "quick_stall": {"stall_timeout_s": 4, "engine_args": {"max-num-seqs": 7}},
+        "older": {"engine_version": "0.31.0"},
+        "holes": {"engine_version": "0.16.0"},
+        "ancient": {"engine_version": "0.10.0"},
+        "nowhere": {"engine_version": "9.9.9"},
+        "unknown_flag": {"engine_args": {"no-such-flag": 1}},
+        "removed_flag": {"engine_args": {"disable-log-requests": True}},
+        "mistyped": {"speculative_config": {**ngram, "method": "ngramm"}},
+        "crossed": {"speculative_config": {**ngram, "prompt_lookup_min": 5}},
+    }
+    table.update({name: {"extends": "baseline", "description": "for a test", **entry} for name, entry in own.items()})
+    return table
+
+
+def inventory(folder: Path, port: int) -> Path:
+    """An inventory folder with what the tests' host serves."""
+    values = {
+        "swapgate_model": "tiny",
+        "swapgate_models": {"tiny": {
+            "path": MODEL, "served_name": "tiny", "max_model_len": 2048,
+            "drafts": {name: f"/srv/models/tiny-{name}" for name in ("eagle3", "medusa", "draft_model")},
+        }},
+        "swapgate_host": {"engine": {"package": "vllm", "version": VERSIONS[0]}, "gpus": [], "port": port,
+                          "free_timeout_s": 10},
+        "swapgate_variants": variants(),
+        "allow_disruption": True,
+        "python_env_find_links": ["/opt/wheels-of-the-site"],
+        "python_env_no_index": True,
+        "python_env_extra_packages": [],
+        "python_env_allow_unpinned": True,
+        "python_env_needed_mib": 100,
+    }
+    (folder / "group_vars").mkdir(parents=True)
+    (folder / "hosts.yml").write_text("---\nvllm_hosts:\n")
+    (folder / "group_vars/vllm_hosts.yml").write_text(json.dumps(values, indent=1))
+    return folder
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on: the sandbox shares this machine's network."""
+    for port in range(FIRST_PORT, FIRST_PORT + 50):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 49}")
+
+
+@pytest.fixture(scope="session")
+def session_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """The host, booted, with wheels and a model on it and nothing of swapgate."""
+    WHEELS.mkdir(parents=True, exist_ok=True)
+    build = [sys.executable, str(ROOT / "tests/fake_vllm/build_wheels.py"), str(WHEELS), *VERSIONS]
+    subprocess.run(build, check=True, capture_output=True)  # noqa: S603
+    sandbox = make_sandbox("e2e", [f"{WHEELS}:/opt/wheels-of-the-site"], fresh=not KEEP)
+    host = Host("e2e", sandbox, Path(), 0)
+    host.sh(WIPE)
+    host.port = free_port()
+    host.inventory = inventory(tmp_path_factory.mktemp("inventory"), host.port)
+    maker = (ROOT / "roles/model_cache/molecule/default/files/make_model.py").read_text()
+    host.sh(f"python3 - {MODEL} 4096", given=maker)
+    yield host
+    if not KEEP:
+        destroy_sandbox("e2e")
+
+
+@pytest.fixture(scope="session")
+def first_deploy(session_host: Host) -> Run:
+    """The very first deploy on the clean host, which all other tests stand on."""
+    run = session_host.deploy("baseline")
+    assert run.code == 0, run.text[-4000:]
+    return run
+
+
+@pytest.fixture(scope="session")
+def staged(session_host: Host, first_deploy: Run) -> Host:
+    """The host with the releases staged that tests swap to without a playbook."""
+    session_host.stage("baseline", "ngram", "quick_stall")
+    return session_host
+
+
+@pytest.fixture
+def host(staged: Host) -> Iterator[Host]:
+    """The host with a healthy `baseline` serving; knobs and foreign listeners of the test before are gone."""
+    staged.sh("rm -f /etc/fake_vllm.json; systemctl stop foreign.service 2>/dev/null || true")
+    staged.ensure_serving("baseline")
+    assert staged.enabled() == [BASELINE]
+    yield staged

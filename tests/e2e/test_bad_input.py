@@ -1,0 +1,99 @@
+"""Bad input: one clear error each, and nothing that serves, boots or is enabled has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from throwaway import Host, Run
+
+pytestmark = pytest.mark.host
+
+
+def one_error(run: Run, *said: str) -> None:
+    """The run failed, said all of this, and said it once: no second error hides the first."""
+    assert run.code != 0, run.text[-3000:]
+    for words in said:
+        assert words in run.flat, run.text[-3000:]
+    assert "Traceback" not in run.text, run.text[-3000:]
+
+
+def test_unknown_variant_says_which_exist(host: Host) -> None:
+    before = host.picture()
+    run = host.deploy("ngrm")
+    one_error(run, "variant 'ngrm' does not exist.", "Did you mean 'ngram'?", "baseline, ", "eagle3")
+    assert host.picture() == before
+
+
+def test_no_variant_at_all(host: Host) -> None:
+    run = host.ansible("playbooks/deploy.yml")
+    one_error(run, "-e variant=NAME")
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"ngram": {"extends": "baseline", "speculativ_config": {}}},
+     ["variant 'ngram': unknown key 'speculativ_config'.", "Did you mean 'speculative_config'?"]),
+    ({"ngram": {"extends": "baseline", "soak_s": "a while"}}, ["variant 'ngram'", "soak_s"]),
+    ({"ngram": {"extends": "baseline", "engine_args": {"max-num-seqs": [[1]]}}}, ["max-num-seqs", "strings or numbers"]),
+    ({"ngram": {"extends": "base"}}, ["variant 'base' does not exist.", "named by `extends` of variant 'ngram'"]),
+    ({"second": {"description": "also a base"}},
+     ["'baseline' and 'second' would both be vllm-tiny.service", "Add `extends`"]),
+], ids=["unknown key", "wrong type", "wrong flag value", "unknown base", "two without extends"])
+def test_a_table_that_cannot_be_meant(host: Host, change: dict[str, object], said: list[str]) -> None:
+    before = host.picture()
+    run = host.deploy("ngram", swapgate_variants={**host.inventory_variants(), **change})
+    one_error(run, *said)
+    assert host.picture() == before
+
+
+def test_a_host_that_cannot_be_reached(host: Host, tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yml"
+    file.write_text("---\nvllm_hosts:\n  hosts:\n    nobody:\n      ansible_host: 127.0.0.1\n      ansible_port: 9\n")
+    run = host.ansible("playbooks/deploy.yml", "-i", str(file), "--limit", "nobody", variant="baseline")
+    assert run.code == 4, run.text
+    assert run.recap() == {"ok": run.recap()["ok"], "changed": 0, "unreachable": 1, "failed": 0, "skipped": 0,
+                           "rescued": 0, "ignored": 0}
+    assert "Connection refused" in run.flat
+
+
+def test_without_root(host: Host) -> None:
+    before = host.picture()
+    host.sh("id operator >/dev/null 2>&1 || useradd --create-home operator; install -d -o operator -m 700 "
+            "/home/operator/.ssh && install -o operator -m 600 /root/.ssh/authorized_keys /home/operator/.ssh/")
+    run = host.deploy("ngram", ansible_user="operator", ansible_become=False)
+    one_error(run, "root")
+    assert run.recap()["failed"] == 1
+    assert run.recap()["changed"] == 0, run.text[-3000:]
+    assert host.picture() == before
+
+
+def test_no_disk_for_an_engine(host: Host) -> None:
+    before = host.picture()
+    table = host.inventory_variants()
+    table["older"]["engine_version"] = "0.26.0"
+    run = host.deploy("older", swapgate_variants=table, python_env_needed_mib=900_000_000)
+    one_error(run, "needed 900000000 MiB, free ")
+    assert host.picture() == before
+
+
+def test_no_disk_for_a_swap(host: Host) -> None:
+    before = host.picture()
+    host.sh("mount -t tmpfs -o size=8m tmpfs /var/cache")
+    try:
+        swap = host.swap("ngram")
+    finally:
+        host.sh("umount /var/cache")
+    assert swap["outcome"] == "refused"
+    assert "/var/cache has " in swap["cause"]["what"] and "expected at least " in swap["cause"]["what"]
+    assert host.picture() == before
+
+
+def test_a_model_that_the_service_user_cannot_read(host: Host) -> None:
+    before = host.picture()
+    host.sh("chmod 0600 /srv/models/tiny/model-1.safetensors")
+    try:
+        run = host.deploy("ngram")
+        one_error(run, "/srv/models/tiny/model-1.safetensors: found Permission denied for user vllm", "chmod o+r")
+        assert host.picture() == before
+    finally:
+        host.sh("chmod 0644 /srv/models/tiny/model-1.safetensors")

@@ -1,0 +1,85 @@
+"""The main job over real SSH: first deploy, nothing to do, swap, status, history, back, and what check mode says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from throwaway import BASELINE, NGRAM, Host, Run
+
+pytestmark = pytest.mark.host
+TOLD_EVERY_S = 10
+
+
+def test_first_deploy_serves_and_is_enabled(first_deploy: Run, session_host: Host) -> None:
+    assert first_deploy.code == 0
+    assert "sandbox: nothing -> baseline: swapped; baseline serves since this swap" in first_deploy.flat
+    assert session_host.enabled() == [BASELINE]
+    assert session_host.active() == [BASELINE]
+    code, text = session_host.complete(prompt="The capital of France is")
+    assert code == 200 and text.lstrip().startswith("Paris"), text
+
+
+def test_second_identical_deploy_changes_nothing(host: Host) -> None:
+    before = host.picture()
+    run = host.deploy("baseline")
+    assert run.code == 0, run.text[-3000:]
+    assert run.recap()["changed"] == 0, run.text
+    assert "baseline: unchanged" in run.flat
+    assert host.picture() == before
+
+
+def test_swap_to_ngram_status_history_and_back(host: Host) -> None:
+    with host.knobs(load_s=25, variants=[{"when": "--port", "unless": "ngram", "load_s": 2}]):
+        run = host.deploy("ngram")
+    assert run.code == 0, run.text[-4000:]
+    assert "baseline -> ngram: swapped; ngram serves since this swap" in run.flat
+
+    told = run.progress()
+    watching = [(when, line) for when, line in told if "| ngram | watch" in line]
+    gaps = [later - sooner for (sooner, _), (later, _) in zip(told, told[1:])]
+    assert max(gaps) <= TOLD_EVERY_S + 2, told  # a poll and a module's run lie between two looks
+    assert watching and all(line.startswith("sandbox | ngram | watch") for _, line in watching)
+    assert any(re.search(r"weights \d+ % \| \d+ s elapsed \| ", line) for _, line in watching), watching
+
+    assert host.enabled() == [NGRAM]
+    assert host.active() == [NGRAM]
+    assert host.run(f"test -f /etc/systemd/system/{BASELINE}").returncode == 0, "the fallback's unit file is gone"
+    assert host.complete(tokens=60)[0] == 200
+
+    status = host.ansible("playbooks/status.yml")
+    assert status.code == 0
+    assert re.search(r"sandbox: ngram, active \(running\), since .*, loaded in \d+ s, starts at boot, last good", status.flat)
+    assert re.search(r"\d+ % of \d+ draft tokens accepted, acceptance length \d+\.\d+", status.flat), status.text
+    assert re.search(r"sandbox: baseline, inactive", status.flat)
+
+    back = host.ansible("playbooks/rollback.yml", allow_disruption=True)
+    assert back.code == 0, back.text[-3000:]
+    assert "ngram -> baseline: swapped" in back.flat
+    assert host.enabled() == [BASELINE]
+    assert host.active() == [BASELINE]
+
+    history = host.ansible("playbooks/history.yml")
+    assert history.code == 0
+    swaps = re.findall(r"(\w+) -> (\w+), (\w+)", history.flat)
+    assert ("nothing", "baseline", "swapped") in swaps
+    assert swaps[-2:] == [("baseline", "ngram", "swapped"), ("ngram", "baseline", "swapped")]
+
+
+def test_check_mode_says_the_plan_and_changes_nothing(host: Host) -> None:
+    before = host.picture()
+    staged_before = host.sh("ls /var/lib/swapgate/releases")
+    run = host.deploy("ngram", "--check")
+    assert run.code == 0, run.text[-3000:]
+    assert re.search(r"sandbox: stops 'baseline' and drops its traffic until 'ngram' has loaded", run.flat), run.text
+    assert host.picture() == before
+    assert host.sh("ls /var/lib/swapgate/releases") == staged_before
+
+
+def test_without_consent_nothing_is_stopped(host: Host) -> None:
+    before = host.picture()
+    run = host.deploy("ngram", allow_disruption=False)
+    assert run.code != 0
+    assert "The swap would stop baseline on sandbox and nobody agreed" in run.flat
+    assert "-e allow_disruption=true" in run.flat
+    assert host.picture() == before

@@ -1,0 +1,123 @@
+"""Many swaps, each with a random fault at a random step: what must hold after every single one of them.
+
+After each: an outcome of the closed list; the last good release serves, by a process of its own unit, and it alone is
+enabled and active; the lock is free; nothing was left behind; and last good changed only by `swapped`.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from . import bed as beds
+from .actions import SWAP_UNIT, Missed
+from .host import HostError
+from .row import Row
+from .rows import BACK_PHASES, PHASES
+from .runner import Client, Follower, Stage, _asker, _settle
+
+MANY = 200
+FEW = 10
+TARGETS = ("baseline", "ngram", "baseline2")
+MARK = {"baseline": "", "ngram": '"method":"ngram"', "baseline2": "--max-num-seqs 16"}
+OUTCOMES = ("swapped", "unchanged", "refused", "rolled_back", "recovered", "failed")
+# Knobs of a bad start of the target, and how often nothing is wrong with it.
+BAD_STARTS: tuple[dict[str, Any], ...] = (
+    {"crash_at": "20%"}, {"crash_at": "90%"}, {"crash_at": "compile", "crash_with": "silent"}, {"crash_at": "50%", "exit_code": 0},
+    {"crash_at": "50%", "crash_signal": 9}, {"wrong_served_name": "x"}, {"die_on_first_completion": True},
+    {"die_after_ready_s": 1.0}, {"exit0_after_ready_s": 0.7}, {"crash_at": "70%", "orphan_workers": True},
+)
+BLOWS = ("kill-swap", "kill-swap", "kill-swap", "stop-swap", "stop-unit", "power-cut", "reboot", "reload")
+BLOW_SHARE = 0.5
+BAD_START_SHARE = 0.5
+
+
+def plan(chance: random.Random, number: int, serving: str) -> Row:
+    """One random swap as a row."""
+    target = chance.choice([one for one in TARGETS if one != serving or chance.random() < 0.1])  # noqa: PLR2004
+    bad = chance.choice(BAD_STARTS) if chance.random() < BAD_START_SHARE else {}
+    # `baseline` has no word of its own in its command line: the rule is for whatever is none of the others.
+    rule = {"when": MARK[target] or "serve", **({} if MARK[target] else {"unless": MARK["ngram"]}), **bad}
+    if target == "baseline" and serving == "baseline2":
+        rule["unless"] = MARK["baseline2"]
+    knobs = {"variants": [rule]} if bad else {}
+    at: dict[str, tuple[str, ...]] = {}
+    if chance.random() < BLOW_SHARE:
+        phase = chance.choice(PHASES if not bad else (*PHASES[:8], *BACK_PHASES))
+        blow = chance.choice(BLOWS)
+        unit = beds.UNIT[target]
+        at[phase] = ({
+            "stop-swap": f"sh systemctl stop --no-block {SWAP_UNIT}", "stop-unit": f"sh systemctl stop --no-block {unit}",
+            "reload": "sh systemctl daemon-reload",
+        }.get(blow, blow),)
+    name = f"{number}: to {target}, {bad or 'sound'}, {at or 'undisturbed'}"
+    return Row(str(number), name, OUTCOMES, target=target, knobs=knobs, at=at, serves="last good", limit_s=90, settle_s=30)
+
+
+def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
+    """Run one planned swap on the host as the one before left it; returns its outcome and the broken promises."""
+    stage = Stage(bed)
+    before = bed.host.state().get("last_good") or {}
+    stage.act("knobs " + json.dumps(row.knobs))
+    client = Client(bed.host)
+    swap: dict[str, Any] = {}
+    try:
+        follower = Follower(row, stage, client)
+        asked = time.monotonic()
+        stage.asker = _asker(stage, row)
+        old = bed.host.swap().get("id")
+        while bed.host.swap().get("id") == old and time.monotonic() - asked < 10:  # noqa: PLR2004
+            if stage.asker.poll() not in (None, 0):
+                break
+            time.sleep(0.005)
+        try:
+            swap = follower.follow()
+        except Missed:
+            follower.pending = []
+            swap = follower.follow()
+        stage.act("knobs {}")
+        _seen, misses = _settle(row, stage, asked)
+    finally:
+        client.close()
+        if stage.asker is not None:
+            stage.asker.communicate(timeout=30)
+    outcome = str(swap.get("outcome"))
+    now = bed.host.state().get("last_good") or {}
+    if outcome not in OUTCOMES:
+        misses.append(f"outcome {outcome}, expected one of {', '.join(OUTCOMES)}")
+    if outcome == "failed":
+        misses.append(f"failed, although the last good variant could serve: {json.dumps(swap.get('rollback_cause'))[:300]}")
+    if outcome not in ("swapped", "None") and now.get("release") != before.get("release"):
+        misses.append(f"last good became {now.get('variant')} by a swap that ended {outcome}")
+    if outcome == "swapped" and now.get("release") != bed.releases[row.target]:
+        misses.append(f"swapped to {row.target}, and last good is {now.get('variant')}")
+    return outcome, misses
+
+
+def run(bed: beds.Bed, count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """{"swaps", "seed", "outcomes": {outcome: n}, "misses": [{"swap", "outcome", "misses"}], "minutes"}."""
+    chance = random.Random(seed)  # noqa: S311 - faults, not secrets
+    begun = time.monotonic()
+    bed.reset(cold=True)
+    outcomes: collections.Counter[str] = collections.Counter()
+    broken: list[dict[str, Any]] = []
+    for number in range(1, count + 1):
+        serving = bed.label_of((bed.host.state().get("last_good") or {}).get("release", ""))
+        row = plan(chance, number, serving)
+        try:
+            outcome, misses = one(bed, row)
+        except HostError as error:
+            outcome, misses = "none", [str(error)]
+        outcomes[outcome] += 1
+        say(f"{'ok  ' if not misses else 'MISS'} swap {row.fault}: {outcome}")
+        if misses:
+            broken.append({"swap": row.fault, "outcome": outcome, "misses": misses})
+            for miss in misses:
+                say(f"       {miss}")
+            bed.reset(cold=True)
+    return {"swaps": count, "seed": seed, "outcomes": dict(outcomes), "misses": broken,
+            "minutes": round((time.monotonic() - begun) / 60, 1)}

@@ -1,0 +1,329 @@
+"""One row on the bed: reset, inject, ask, follow, and hold what came of it against what was expected."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from . import bed as beds
+from .actions import Missed, Stage
+from .host import PORT, Host
+from .row import Row
+
+TRIES = 3
+POLL_S = 0.005
+ANSWER_EVERY_S = 0.2
+# Phases in which the last good variant cannot be asked: what listens then is the target.
+TARGET_PHASES = ("install", "free", "start", "watch", "probe", "soak", "commit")
+# After the target's READY was believed.
+READY_PHASES = ("soak", "commit")
+GONE_S = 5.0
+
+
+@dataclass
+class Result:
+    """What one row showed. Times in seconds; None where it does not apply or was not seen."""
+
+    id: str
+    fault: str
+    ref: str
+    simulated: str
+    expected: str
+    outcome: str = "none"
+    noticed_s: float | None = None
+    answered_s: float | None = None
+    cause: str = ""
+    cause_named: bool = False
+    false_ready: bool = False
+    misses: list[str] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    tries: int = 1
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the row met its expectation."""
+        return not self.misses
+
+    def as_json(self) -> dict[str, Any]:
+        """The result for the JSON file."""
+        return {**asdict(self), "ok": self.ok}
+
+
+class Client:
+    """Asks the engine for completions all the while and keeps when each good one ended (monotonic s)."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.good: list[float] = []
+        self.asking = True
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._end.wait(ANSWER_EVERY_S):
+            if self.asking and self.host.complete(limit_s=1.0) is not None and self.asking:
+                self.good.append(time.monotonic())
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._end.set()
+        self._thread.join(5)
+
+
+class Follower:
+    """Follows the swap in the state file, fires the row's triggers, and keeps when each phase began."""
+
+    def __init__(self, row: Row, stage: Stage, client: Client) -> None:
+        self.row = row
+        self.stage = stage
+        self.client = client
+        self.events: list[tuple[float, str]] = []
+        self.acted_at: float | None = None
+        self.pending = [(*self._parse(trigger), actions) for trigger, actions in row.at.items() if trigger != "end"]
+
+    @staticmethod
+    def _parse(trigger: str) -> tuple[str, float]:
+        phase, _, delay = trigger.partition("+")
+        return phase, float(delay or 0)
+
+    def follow(self) -> dict[str, Any]:
+        """Until the swap has an outcome, or the asking failed, or nobody works on it any more. Returns the SWAP."""
+        end = time.monotonic() + self.row.limit_s
+        last, since, idle_since = None, time.monotonic(), time.monotonic()
+        while time.monotonic() < end:
+            swap = self.stage.host.swap()
+            phase, now = swap.get("phase"), time.monotonic()
+            if swap and phase != last:
+                self.events.append((now, phase or str(swap.get("outcome"))))
+                last, since = phase, now
+                self.client.asking = phase not in TARGET_PHASES
+            for trigger in [one for one in self.pending if one[0] == phase and now - since >= one[1]]:
+                self.pending.remove(trigger)
+                self.stage.phase = str(phase)
+                for action in trigger[2]:
+                    moment = self.stage.act(action)
+                    self.acted_at = self.acted_at or moment
+                idle_since = time.monotonic()
+            asker = self.stage.asker
+            if swap.get("outcome"):
+                return swap
+            if asker is not None and asker.poll() not in (None, 0, -9):
+                return swap
+            if int(now * 10) % 5 == 0 and self.stage.host.processes("swapgate-swap.service"):
+                idle_since = time.monotonic()
+            if time.monotonic() - idle_since > GONE_S and asker is not None and asker.poll() is not None:
+                return self.stage.host.swap()
+            time.sleep(POLL_S)
+        return self.stage.host.swap()
+
+    def began(self, phase: str) -> float | None:
+        """When a phase (or an outcome) was first seen."""
+        return next((when for when, name in self.events if name == phase), None)
+
+
+def _asker(stage: Stage, row: Row) -> subprocess.Popen[str]:
+    """The ssh of whoever asks. One that will be dropped stays to watch, as a person does."""
+    ask = f"swapgate ask {stage.bed.releases.get(row.target, row.target)} --by matrix"
+    stays = any("drop-ssh" in actions for actions in row.at.values())
+    script = f"{ask} && while sleep 0.5; do swapgate status > /dev/null; done" if stays else ask
+    argv = [*stage.host.ssh_argv(shared=not stays), *(["-tt"] if stays else []), "--", script]
+    if stays:
+        argv.remove("-tt")
+        argv.insert(1, "-tt")
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
+
+
+def _look(host: Host, row: Row, since: float) -> dict[str, Any]:
+    unit = beds.UNIT.get(row.target, "vllm-tiny-%s.service" % row.target)
+    pattern = row.moment.partition("line:")[2]
+    more = f" {unit} {since:.3f} '{pattern}'" if pattern else ""
+    done = host.run(f"python3 /opt/faults/look.py {PORT}{more}", limit_s=30)
+    try:
+        seen: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        return {"unreachable": done.stderr or "no answer"}
+    return seen
+
+
+def _end_misses(row: Row, stage: Stage, seen: dict[str, Any]) -> list[str]:
+    """What is not as it must be when all is over, whatever the outcome."""
+    if "unreachable" in seen:
+        return [f"the host does not answer: {seen['unreachable']}"]
+    misses = []
+    good = (seen["status"].get("last_good") or {}).get("unit")
+    serves = row.serves if row.serves != "last good" else stage.bed.label_of(
+        (seen["status"].get("last_good") or {}).get("release", ""))
+    unit = beds.UNIT.get(serves, "vllm-tiny-%s.service" % serves) if serves else None
+    if unit:
+        if stage.host.complete() is None:
+            misses.append(f"no completion on port {PORT}, expected one by {unit}")
+        if list(seen["holders"]) != [unit]:
+            misses.append(f"port {PORT} is held by {seen['holders'] or 'nobody'}, expected {unit} alone")
+        if seen["active"] != [unit]:
+            misses.append(f"active units: {seen['active']}, expected {unit} alone")
+        if not seen["installed_ok"] and good == unit and not seen["status"].get("problem"):
+            misses.append(f"the installed {unit} is not that of the last good release")
+    expected = unit or beds.UNIT["baseline"]
+    if seen["enabled"] != [expected]:
+        misses.append(f"enabled: {seen['enabled']}, expected {expected} alone")
+    if not seen["lock_free"]:
+        misses.append("the lock is still held")
+    if seen["engine_strays"]:
+        misses.append(f"processes left behind: {seen['engine_strays']}")
+    return misses
+
+
+def _settle(row: Row, stage: Stage, since: float) -> tuple[dict[str, Any], list[str]]:
+    """Look until all is as it must be, for at most the row's settle time."""
+    end = time.monotonic() + row.settle_s
+    while True:
+        seen = _look(stage.host, row, since)
+        misses = _end_misses(row, stage, seen)
+        if not misses or time.monotonic() > end:
+            return seen, misses
+        time.sleep(0.5)
+
+
+def _moment(row: Row, follower: Follower, asked: float, seen: dict[str, Any]) -> float:
+    """When the fault happened."""
+    kind, _, more = row.moment.partition("+")
+    if row.moment.startswith("line:") and seen.get("line_at"):
+        return float(seen["line_at"])
+    if kind in ("start", "probe", "soak", "stop") and follower.began(kind):
+        return (follower.began(kind) or asked) + float(more or 0)
+    if follower.acted_at is not None:
+        return follower.acted_at
+    return asked
+
+
+def _outcome(row: Row, swap: dict[str, Any], asker: subprocess.Popen[str] | None, misses: list[str],
+             answered: bool) -> tuple[str, str]:
+    """(outcome, all that is said about its cause)."""
+    if not row.target:
+        return ("unchanged" if not misses and not row.at and not row.before else "recovered" if not misses and answered
+                else "failed" if not answered else "unchanged"), ""
+    if swap.get("outcome"):
+        problems = (swap.get("preflight") or {}).get("problems") or []
+        told = {"cause": swap.get("cause"), "rollback_cause": swap.get("rollback_cause"), "problems": problems}
+        return str(swap["outcome"]), json.dumps(told, ensure_ascii=False)
+    if asker is not None and asker.poll() not in (None, 0):
+        return "refused", (asker.stderr.read() if asker.stderr else "").strip()
+    return "none", ""
+
+
+def attempt(bed: beds.Bed, row: Row) -> Result:
+    """One try of one row. Raises Missed when the fault did not land in its phase, HostError when the bed is broken."""
+    result = Result(row.id, row.fault, row.ref, row.simulated, " or ".join(row.expect))
+    begun = time.monotonic()
+    bed.reset()
+    stage = Stage(bed)
+    client = None
+    try:
+        if row.knobs:
+            stage.act("knobs " + json.dumps(row.knobs))
+        if row.restart:
+            stage.host.sh("systemctl restart vllm-tiny.service", limit_s=60)
+        for action in row.before:
+            stage.act(action)
+        client = Client(bed.host)
+        asked = time.monotonic()
+        follower = Follower(row, stage, client)
+        swap: dict[str, Any] = {}
+        if row.target:
+            stage.asker = _asker(stage, row)
+            swap = follower.follow()
+            if follower.pending and not swap.get("outcome") == "refused":
+                raise Missed(f"never came to {[one[0] for one in follower.pending]}; phases: {follower.events}")
+        client.asking = True
+        for action in row.at.get("end", ()):
+            moment = stage.act(action)
+            follower.acted_at = follower.acted_at or moment
+        seen, end_misses = _settle(row, stage, asked)
+        _judge(row, stage, follower, asked, swap, seen, end_misses, client, result)
+    finally:
+        if client is not None:
+            client.close()
+        if stage.asker is not None and stage.asker.poll() is None:
+            stage.asker.kill()
+        if stage.asker is not None:
+            stage.asker.communicate()
+        if not bed.host.box.running():
+            bed.host.power_on()
+        for action in row.after:
+            stage.act(action)
+        if row.restart or row.after:
+            bed.reset(cold=True)
+    result.seconds = round(time.monotonic() - begun, 1)
+    return result
+
+
+def _judge(row: Row, stage: Stage, follower: Follower, asked: float, swap: dict[str, Any], seen: dict[str, Any],  # noqa: PLR0913
+           end_misses: list[str], client: Client, result: Result) -> None:
+    result.misses += end_misses
+    result.said = [text.strip()[-600:] for text in stage.said]
+    answered = stage.host.complete() is not None
+    result.outcome, told = _outcome(row, swap, stage.asker, end_misses, answered)
+    if not row.target:
+        told = json.dumps({"problem": seen.get("status", {}).get("problem"), "restarts": seen.get("restarts")})
+    cause = swap.get("cause") or {}
+    result.cause = str(cause.get("root_cause") or cause.get("what") or told)[:300]
+    result.phases = [name for _, name in follower.events]
+    if result.outcome not in row.expect:
+        result.misses.insert(0, f"outcome {result.outcome}, expected {result.expected}; told: {told[:600]}")
+    result.cause_named = bool(re.search(row.cause, told, re.IGNORECASE | re.DOTALL))
+    if not result.cause_named:
+        result.misses.append(f"the cause does not name the fault: expected /{row.cause}/ in {told[:600]}")
+    if row.says and not re.search(row.says, "\n".join(stage.said), re.IGNORECASE | re.DOTALL):
+        result.misses.append(f"expected /{row.says}/ in what the actions said: {stage.said}")
+    phases = {*result.phases, *(one["name"] for one in swap.get("phases", []))}
+    result.false_ready = row.never_ready and (bool(phases & set(READY_PHASES)) or swap.get("outcome") == "swapped")
+    if result.false_ready:
+        result.misses.append("false ready: the target was taken for ready")
+    if swap.get("outcome") in ("swapped", "unchanged", "rolled_back", "recovered") and row.serves and not answered:
+        result.false_ready = True
+    for name, spent in ((one["name"], one["seconds"]) for one in swap.get("phases", [])):
+        if not -0.01 <= spent <= row.limit_s:
+            result.misses.append(f"phase {name} took {spent} s by the record")
+    moment = _moment(row, follower, asked, seen)
+    ends = [when for when, name in follower.events if name == "rollback-stop" or name in row.expect]
+    noticed = next((when for when in sorted(ends) if when >= moment - 0.6), None)
+    if noticed is not None and result.outcome != "swapped":
+        result.noticed_s = round(max(0.0, noticed - moment), 1)
+    again = [when for when in client.good if when > moment]
+    stopped = follower.began("stop") is not None or not row.target
+    if stopped and row.serves and result.outcome not in ("swapped", "unchanged"):
+        back = follower.began("rollback-start") or moment
+        again = [when for when in again if when >= back]
+        if again:
+            result.answered_s = round(again[0] - moment, 1)
+    elif row.serves == "baseline" and not stopped:
+        result.answered_s = 0.0
+
+
+def run(bed: beds.Bed, row: Row) -> Result:
+    """A row, tried again when its fault came too late for its phase."""
+    told = ""
+    begun = time.monotonic()
+    for number in range(1, TRIES + 1):
+        try:
+            result = attempt(bed, row)
+        except Missed as error:
+            told = str(error)
+            continue
+        result.tries = number
+        return result
+    lost = Result(row.id, row.fault, row.ref, row.simulated, " or ".join(row.expect), tries=TRIES)
+    lost.misses = [f"the fault could not be injected in {TRIES} tries: {told}"]
+    lost.seconds = round(time.monotonic() - begun, 1)
+    with contextlib.suppress(AttributeError):
+        lost.outcome = "none"
+    return lost

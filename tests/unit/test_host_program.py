@@ -1,0 +1,442 @@
+"""The host program's parts that need no running systemd: its command line, preflight's rules, the engine over HTTP."""
+
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from ansible_collections.swapgate.core.plugins.host_program import engine_api, main, preflight, systemd
+from ansible_collections.swapgate.core.plugins.module_utils import model_manifest, records, units
+
+REPO = Path(__file__).resolve().parents[2]
+UNIT = "vllm-tiny.service"
+has_analyze = pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="no systemd-analyze on this machine")
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The program as the role installs it: a package of two folders, and the launcher's own way of starting it."""
+    root = tmp_path_factory.mktemp("lib")
+    for folder in ("host_program", "module_utils"):
+        shutil.copytree(
+            REPO / "plugins" / folder, root / "swapgate" / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    (root / "swapgate/__init__.py").touch()
+    return root
+
+
+def swapgate(installed, *words):
+    """Run the installed program with this interpreter, isolated as the launcher does."""
+    start = "from swapgate.host_program.main import main; sys.exit(main())"
+    code = f"import sys; sys.path.insert(0, {str(installed)!r}); {start}"
+    return subprocess.run(
+        [sys.executable, "-I", "-c", code, *words], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_help_names_every_command_and_the_exit_codes(installed):
+    done = swapgate(installed, "--help")
+    assert done.returncode == 0
+    for word in (
+        "supervise",
+        "preflight",
+        "ask",
+        "swap",
+        "resolve",
+        "recover",
+        "status",
+        "way-back",
+        "history",
+        "verify-unit",
+        "exit codes:",
+    ):
+        assert word in done.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["swop"], ["preflight"], ["ask"], ["verify-unit"]])
+def test_a_wrong_call_is_exit_code_2_and_says_what_is_expected(installed, words):
+    done = swapgate(installed, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: swapgate")
+
+
+def test_the_launcher_starts_this_program_from_where_the_role_puts_it():
+    text = (REPO / "roles/vllm_service/files/swapgate").read_text(encoding="utf-8")
+    tasks = (REPO / "roles/vllm_service/tasks/host_program.yml").read_text(encoding="utf-8")
+    assert 'sys.path.insert(0, "/usr/local/lib/swapgate")' in text
+    assert "path: /usr/local/lib/swapgate/swapgate" in tasks
+    assert "from swapgate.host_program.main import main" in text and text.startswith("#!/usr/bin/python3 -I\n")
+
+
+def test_a_broken_record_is_one_line_on_standard_error_and_exit_code_2(monkeypatch, tmp_path, capsys):
+    layout = records.Layout(str(tmp_path))
+    monkeypatch.setattr(records, "Layout", lambda: layout)
+    layout.state_dir.mkdir(parents=True)
+    layout.state.write_text("{")
+    assert main.main(["way-back"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"swapgate: {layout.state}: ") and err.count("\n") == 1
+
+
+def test_history_is_json_on_standard_output(monkeypatch, tmp_path, capsys):
+    layout = records.Layout(str(tmp_path))
+    monkeypatch.setattr(records, "Layout", lambda: layout)
+    layout.state_dir.mkdir(parents=True)
+    records.append_history(layout, {"id": "é"})
+    assert main.main(["history"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"id": "é"}]
+
+
+# --- systemd ---------------------------------------------------------------------------------------------------------
+
+
+def unit_file(path, *lines):
+    """A small unit of the given [Service] lines."""
+    path.write_text("[Unit]\nDescription=x\n\n[Service]\n" + "".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
+@has_analyze
+def test_verify_has_nothing_to_say_about_a_good_unit(tmp_path):
+    assert systemd.verify(unit_file(tmp_path / UNIT, "ExecStart=/bin/true --flag", "Restart=on-failure")) == []
+
+
+@has_analyze
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("RestartMode=x", "RestartMode"),
+        ("Restrat=always", "Restrat"),
+        ("Restart=alwys", "Failed to parse"),
+        ('Environment="A=%Q"', "%Q"),
+        ("ExecStartPre=/no/such/program", "/no/such/program"),
+        ('ExecStartPre=/bin/echo "open', "quot"),
+    ],
+)
+def test_verify_counts_a_warning_as_an_error(tmp_path, line, said):
+    lines = systemd.verify(unit_file(tmp_path / UNIT, "ExecStart=/bin/true", line))
+    assert any(said in one for one in lines), lines
+
+
+@has_analyze
+def test_verify_unit_is_exit_code_1_and_the_lines(installed, tmp_path):
+    bad = swapgate(installed, "verify-unit", unit_file(tmp_path / UNIT, "ExecStart=/bin/true", "Restrat=always"))
+    assert bad.returncode == 1 and "Restrat" in bad.stderr and bad.stdout == ""
+    good = swapgate(installed, "verify-unit", unit_file(tmp_path / UNIT, "ExecStart=/bin/true"))
+    assert (good.returncode, good.stderr) == (0, "")
+
+
+def test_a_unit_file_that_is_not_there_is_not_passed(installed, tmp_path):
+    if shutil.which("systemd-analyze"):
+        assert swapgate(installed, "verify-unit", str(tmp_path / "none.service")).returncode != 0
+
+
+def test_notify_reaches_a_real_socket_and_is_silent_without_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    systemd.notify("READY=1")
+    address = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(address)
+        server.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        systemd.notify("READY=1\nSTATUS=é")
+        assert server.recv(4096).decode() == "READY=1\nSTATUS=é"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        name = f"swapgate-test-{os.getpid()}"
+        server.bind("\0" + name)
+        server.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", "@" + name)
+        systemd.notify("WATCHDOG=1")
+        assert server.recv(4096) == b"WATCHDOG=1"
+
+
+def test_a_systemctl_call_that_fails_is_an_error_with_its_command(tmp_path, monkeypatch):
+    program = tmp_path / "systemctl"
+    program.write_text("#!/bin/sh\necho 'Unit x not found.' >&2\nexit 5\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(systemd.SystemdError, match=r"^systemctl --no-pager start x: exit 5: Unit x not found\.$"):
+        systemd.systemctl("start", "x")
+    assert systemd.systemctl("start", "x", check=False) == ""
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(systemd.SystemdError, match="start x: no answer in"):
+        systemd.systemctl("start", "x", limit_s=0.3)
+
+
+# --- preflight -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (["--load-format", "auto"], "auto"),
+        (["--load-format=auto"], "auto"),
+        (["--load-format"], None),
+        (["--load-formats", "x"], None),
+        ([], None),
+    ],
+)
+def test_flag_value(argv, value):
+    assert preflight.flag_value(argv, "--load-format") == value
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A host's files with one staged release that every rule accepts; the model and the engine are there too."""
+    layout = records.Layout(str(tmp_path / "root"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 64}')
+    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    venv = tmp_path / "engines/vllm-0.32.0"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/vllm").write_text("#!/bin/sh\n")
+    (venv / "bin/vllm").chmod(0o755)
+    (venv / "bin/python").symlink_to(sys.executable)
+    (venv / preflight.ENGINE_MARKER).write_text("{}")
+    layout.manifests.mkdir(parents=True)
+    found, _ = model_manifest.list_files(str(model))
+    hashes = {file.path: model_manifest.hash_file(str(model / file.path)) for file in found}
+    manifest = model_manifest.build("tiny", str(model), found, hashes)
+    (layout.manifests / "tiny.json").write_text(model_manifest.dump(manifest))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    variant = {
+        "name": "baseline",
+        "unit": UNIT,
+        "port": port,
+        "gpus": [],
+        "accepted_risks": [],
+        "env": {"PYTHONPATH": str(REPO / "tests/fake_vllm")},
+        "speculative_config": None,
+        "argv": [f"{venv}/bin/vllm", "serve", str(model)],
+        "engine": {"package": "vllm", "version": "0.32.0", "venv": str(venv)},
+        "model": {"name": "tiny", "path": str(model), "served_name": "tiny", "tensor_parallel_size": 1},
+    }
+    return layout, variant
+
+
+def stage(layout, variant, text="[Service]\nExecStart=/bin/true\n"):
+    """Stage a release of ``variant``; returns its name."""
+    name = units.release_id(text, variant)
+    layout.release(name).mkdir(parents=True)
+    (layout.release(name) / variant["unit"]).write_text(text)
+    records.write_json(layout.release(name) / "variant.json", variant)
+    return name
+
+
+def test_a_staged_release_is_read_back(host):
+    layout, variant = host
+    assert preflight.load_release(layout, stage(layout, variant)) == variant
+
+
+@pytest.mark.parametrize("file", [UNIT, "variant.json"])
+def test_a_release_that_was_changed_by_hand_is_not_trusted(host, file):
+    layout, variant = host
+    name = stage(layout, variant)
+    path = layout.release(name) / file
+    path.write_text(path.read_text().replace("true", "false").replace('"tiny"', '"other"'))
+    with pytest.raises(records.RecordError, match=rf"release {name}: .*changed by hand\. Deploy the variant again\."):
+        preflight.load_release(layout, name)
+
+
+@pytest.mark.parametrize("file", [UNIT, "variant.json"])
+def test_a_release_without_one_of_its_files_is_not_complete(host, file):
+    layout, variant = host
+    name = stage(layout, variant)
+    (layout.release(name) / file).unlink()
+    with pytest.raises(records.RecordError, match=f"release {name} is not complete in {layout.release(name)}"):
+        preflight.load_release(layout, name)
+
+
+def test_a_release_that_is_not_there_is_a_problem_and_not_a_crash(host):
+    report = preflight.check(host[0], "0" * 12, [], lambda _: None)
+    assert (report["ok"], [problem["check"] for problem in report["problems"]]) == (False, ["release"])
+
+
+def problems(host, asked=None, **changes):
+    """The preflight's problems of a changed variant, {check: text}; notes in ``asked`` whether the engine was asked."""
+    layout, variant = host
+    steps = []
+    report = preflight.check(layout, stage(layout, {**variant, **changes}), [], steps.append)
+    assert report["ok"] == (not report["problems"])
+    if asked is not None:
+        asked += steps
+    return {problem["check"]: problem["what"] for problem in report["problems"]}
+
+
+@has_analyze
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run the engine's check as the service user")
+def test_a_sound_release_passes_and_the_engine_is_not_asked_twice(host):
+    layout, variant = host
+    name, steps = stage(layout, variant), []
+    first = preflight.check(layout, name, [], steps.append)
+    assert first["problems"] == []
+    assert (first["ok"], first["cached"], first["class"], first["engine_version"]) == (True, False, None, "0.32.0")
+    assert first["effective"]["max_model_len"] == 64
+    again = preflight.check(layout, name, [], steps.append)
+    assert (again["ok"], again["cached"], again["effective"]) == (True, True, first["effective"])
+    # Another engine build under the same argv is another question.
+    (Path(variant["engine"]["venv"]) / preflight.ENGINE_MARKER).write_text('{"rebuilt": 1}')
+    assert preflight.check(layout, name, [], steps.append)["cached"] is False
+
+
+@has_analyze
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may run the engine's check as the service user")
+def test_what_the_engine_refuses_is_a_problem_and_not_remembered(host):
+    argv = [*host[1]["argv"], "--no-such-flag"]
+    for _ in range(2):
+        said = problems(host, argv=argv)["engine's own parser"]
+        assert "unrecognized arguments: --no-such-flag" in said
+        shutil.rmtree(host[0].releases)
+    assert not host[0].preflights.exists()
+
+
+@has_analyze
+def test_a_model_file_that_changed_since_its_manifest_is_refused(host):
+    with (Path(host[1]["model"]["path"]) / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    assert "model.safetensors" in problems(host)["model"]
+
+
+@has_analyze
+@pytest.mark.parametrize(
+    ("changes", "check", "said"),
+    [
+        ({"engine": {"package": "vllm", "version": "0.15.0", "venv": "/v"}}, "version", "older than 0.16"),
+        ({"engine": {"package": "vllm", "version": "0.21.0", "venv": "/v"}}, "version", "CVE-2026-48746"),
+        ({"env": {"TRANSFORMERS_CACHE": "/x"}}, "version", "Instead: HF_HOME"),
+        ({"argv": ["/no/vllm", "serve", "/m"]}, "engine", "/no/vllm is not there or not executable"),
+        ({"gpus": [0, 1, 2]}, "gpus", "tensor parallel size 1 x pipeline 1 needs 1 GPUs, swapgate_host.gpus lists 3."),
+        ({"speculative_config": {"model": "/no/draft"}}, "model", "draft model /no/draft is not there"),
+    ],
+)
+def test_a_rule_refuses_before_the_engine_is_asked(host, changes, check, said):
+    asked = []
+    found = problems(host, asked, **changes)
+    assert said in found[check]
+    assert "engine" not in asked
+
+
+@has_analyze
+def test_a_taken_port_is_refused_and_its_holder_named(host):
+    with socket.create_server(("127.0.0.1", host[1]["port"])):
+        said = problems(host)["port"]
+    assert f"port {host[1]['port']} is held by pid {os.getpid()} (" in said and "not a unit of swapgate" in said
+
+
+@has_analyze
+def test_a_removed_flag_is_refused_with_its_successor(host):
+    said = problems(host, argv=[*host[1]["argv"], "--disable-log-requests"])["version"]
+    assert "no-enable-log-requests" in said
+
+
+@has_analyze
+def test_random_weights_are_refused(host):
+    assert "serves random weights" in problems(host, argv=[*host[1]["argv"], "--load-format", "dummy"])["model"]
+
+
+# --- the engine over HTTP --------------------------------------------------------------------------------------------
+
+
+class Server:
+    """A small HTTP server that gives one answer and remembers what it was asked."""
+
+    def __init__(self, status, body):
+        asked = self.asked = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self):
+                length = int(self.headers.get("Content-Length") or 0)
+                asked.append((self.command, self.path, self.headers.get("Authorization"), self.rfile.read(length)))
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, *_):
+                """Say nothing."""
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.http.server_address[1]
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+        self.thread.join()
+        self.http.server_close()
+
+
+def completion(text="Paris", tokens=3):
+    """The body of a completion."""
+    return json.dumps({"choices": [{"text": text}], "usage": {"completion_tokens": tokens}}).encode()
+
+
+def test_a_completion_is_greedy_and_carries_the_key():
+    with Server(200, completion()) as server:
+        assert engine_api.complete("127.0.0.1", server.port, "tiny", 5, api_key="k") == "Paris"
+    ((method, path, authorization, body),) = server.asked
+    assert (method, path, authorization) == ("POST", "/v1/completions", "Bearer k")
+    asked = json.loads(body)
+    assert (asked["model"], asked["max_tokens"], asked["temperature"]) == ("tiny", 5, 0)
+    assert asked["prompt"] == engine_api.PROBE_PROMPT
+
+
+def test_an_engine_on_all_addresses_is_asked_on_loopback_and_without_a_key_none_is_sent():
+    with Server(200, completion()) as server:
+        assert engine_api.complete("0.0.0.0", server.port, "tiny") == "Paris"
+    assert server.asked[0][2] is None
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (500, b"EngineDeadError", "POST /v1/completions: status 500: EngineDeadError"),
+        (401, b'{"error":"Unauthorized"}', "status 401"),
+        (200, b"hello", "not a completion: hello"),
+        (200, b"{}", "not a completion: {}"),
+        (200, b'{"choices":[],"usage":{"completion_tokens":1}}', "not a completion"),
+        (200, b"[1]", "not a completion"),
+        (200, completion("", 0), "an answer without a token"),
+    ],
+)
+def test_anything_but_an_answer_is_an_error_that_shows_what_came(status, body, said):
+    with Server(status, body) as server, pytest.raises(engine_api.EngineError) as caught:
+        engine_api.complete("127.0.0.1", server.port, "tiny")
+    assert said in str(caught.value)
+
+
+def test_nobody_there_and_a_server_that_hangs_are_errors_within_the_limit():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(engine_api.EngineError, match="POST /v1/completions: timed out"):
+            engine_api.complete("127.0.0.1", silent.getsockname()[1], "tiny", limit_s=0.2)
+        port = silent.getsockname()[1]
+    with pytest.raises(engine_api.EngineError, match="refused"):
+        engine_api.complete("127.0.0.1", port, "tiny")
+
+
+def test_served_names_and_metrics():
+    with Server(200, b'{"data": [{"id": "a"}, {"id": "b"}]}') as server:
+        assert engine_api.served_names("127.0.0.1", server.port) == ["a", "b"]
+    with Server(200, b"{}") as server, pytest.raises(engine_api.EngineError, match="not a list of models"):
+        engine_api.served_names("127.0.0.1", server.port)
+    with Server(200, b'x{a="1"} 2\n') as server:
+        assert engine_api.samples("127.0.0.1", server.port) == [("x", {"a": "1"}, 2.0)]

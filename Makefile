@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
-.PHONY: demo test lint unit molecule e2e faults cases golden clean lock
+.PHONY: demo test lint unit cases molecule e2e engine faults golden lock clean
 
 .venv/.done: requirements.lock
 	$(PYTHON) scripts/sandbox.py install
@@ -18,8 +18,11 @@ demo: .venv/.done
 test: .venv/.done
 	$(BIN)/python scripts/test_stages.py
 
-lint unit molecule e2e-fake e2e-engine cases: .venv/.done
+lint unit cases molecule e2e engine: .venv/.done
 	$(BIN)/python scripts/test_stages.py $@
+
+faults: .venv/.done
+	$(BIN)/python scripts/faults.py
 
 golden: .venv/.done
 	$(BIN)/python scripts/golden.py

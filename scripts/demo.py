@@ -18,7 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-QUESTION = "List the planets of the solar system, then list them once more in the same order."
+# An answer that repeats the question's text, so that n-gram finds drafts.
+QUESTION = (
+    "Repeat this text word for word, three times: The quick brown fox jumps over the lazy dog, and the lazy dog looks "
+    "at the quick brown fox and goes back to sleep."
+)
 ANSWER_LIMIT_S = 180
 ANSWER_TOKENS = 120
 
@@ -50,8 +54,8 @@ def ask(port: int, served_name: str) -> str:
         return str(json.load(answer)["choices"][0]["message"]["content"])
 
 
-def show_answer(_host: str) -> None:
-    """Ask the serving variant something in which a text repeats itself, so that n-gram finds drafts."""
+def show_answer() -> None:
+    """Ask the serving variant and print what it says."""
     print(f"\n> {QUESTION}\n{ask(8100, 'smollm2')}", flush=True)
 
 
@@ -77,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         started = time.monotonic()
         try:
             if command is None:
-                show_answer(host)
+                show_answer()
             else:
                 run(command)
         except subprocess.CalledProcessError as error:

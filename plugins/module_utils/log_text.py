@@ -29,7 +29,7 @@ _JOURNAL = re.compile(
     r"|[\w.-]+ +(?P<kernel>kernel): ?|)"
 )
 _IDENT = re.compile(r"(?:[\w.-]+ )?(?P<ident>systemd(?:-\w+)?|kernel)(?:\[\d+\])?: ")
-_DMESG = re.compile(r"\[ *\d+\.\d+\] ")
+_DMESG = re.compile(r"\[(?: *\d+\.\d+|[A-Z][a-z]{2} [A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d \d{4})\] ")
 _CONTAINER = re.compile(r"(?:\[[\w./-]+\]: |[\w.-]+ +\| )")
 _TAG = re.compile(
     r"\((?P<name>[A-Za-z_][\w.:-]*)(?:,? [^()]*?)?(?: |, )?pid=(?P<pid>\d+)[^()]*\) ?|(?:\[|^)(?P<rank>rank\d+)\]: ?"

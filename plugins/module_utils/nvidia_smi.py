@@ -126,7 +126,7 @@ _NOTICES: tuple[tuple[re.Pattern[str], str, str, str], ...] = tuple(
             "read the line; the field it names is missing",
         ),
         (
-            r"timed? ?out",
+            r"timed? ?out|no answer in",
             "no answer",
             "bad",
             "nvidia-smi hangs: a GPU or the driver does not answer, read the kernel log",
@@ -628,7 +628,9 @@ def _judge_gpu(
             f"{name}: memory reads {fields.get('memory.used', 'nothing')}",
             "ask --query-compute-apps for the processes and the system for its free memory",
         )
-    if use is not None and use >= SPINNING_PERCENT and (used is None or used < busy_mib) and not held:
+    # Whatever counts as busy for the caller: an engine that computes holds memory, or is among the processes.
+    empty = (used is None or used < min(busy_mib, BUSY_MIB)) and not processes
+    if use is not None and use >= SPINNING_PERCENT and empty:
         if known:
             found.add(
                 "reject",

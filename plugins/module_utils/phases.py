@@ -113,6 +113,8 @@ _BAR = re.compile(
     r"(?P<what>[A-Za-z][^%|]{0,90}?):? +(?P<percent>\d{1,3})%(?: Completed)? ?\|(?:.*?\|)?"
     r" *(?P<n>\d+)/(?P<total>\d+) \["
 )
+# The weights' bar where its description went lost on the way through a pipe.
+_BARE = re.compile(r" *\d{1,3}% Completed \| *(?P<n>\d+)/(?P<total>\d+) \[")
 _PREFETCH = re.compile(r"Prefetching checkpoint files: (?P<percent>\d{1,3})% \((?P<n>\d+)/(?P<total>\d+)\)")
 _BAR_PHASE: tuple[tuple[str, str], ...] = (
     ("checkpoint shards", WEIGHTS),
@@ -150,11 +152,15 @@ def progress_bar(message: str) -> Bar | None:
     """The bar that a message shows, or None."""
     if "%" not in message:
         return None
-    match = _BAR.match(message) or _PREFETCH.match(message)
+    match = _BAR.match(message)
+    what = match["what"].strip() if match else "Prefetching checkpoint files"
+    if not match:
+        match = _PREFETCH.match(message)
+    if not match:
+        match, what = _BARE.match(message), "Loading checkpoint shards"
     if not match:
         return None
     total = int(match["total"][:12])
-    what = (match.groupdict().get("what") or "Prefetching checkpoint files").strip()
     return Bar(what, min(int(match["n"][:12]), total), total) if total else None
 
 

@@ -197,7 +197,8 @@ def _stage(host: Host) -> dict[str, str]:
 
 
 def _first_swap(host: Host, releases: dict[str, str]) -> None:
-    """`baseline` by the front door, so that it is last good."""
+    """`baseline` by the front door, so that it is last good. A swap may forget old releases: these must all stay."""
+    host.sh("rm -rf /opt/faults/releases; mkdir -p /opt/faults; cp -a /var/lib/swapgate/releases /opt/faults/releases")
     host.sh("systemctl stop 'vllm-*' swapgate-swap.service; rm -rf /etc/systemd/system/vllm-* /etc/swapgate/variants "
             "/var/lib/swapgate/state.json /var/lib/swapgate/history.jsonl /etc/fake_vllm.json; systemctl daemon-reload; "
             "systemctl reset-failed; rm -f /etc/systemd/system/multi-user.target.wants/vllm-*", limit_s=120)
@@ -211,7 +212,7 @@ def _first_swap(host: Host, releases: dict[str, str]) -> None:
         raise HostError(f"the first swap of the bed: expected swapped, found {json.dumps(host.swap(), indent=1)}")
     state = host.state()
     state["swap"] = None
-    host.sh("touch /opt/faults/good.stamp")
+    host.sh("cp -a /opt/faults/releases/. /var/lib/swapgate/releases/")
     host.write("/var/lib/swapgate/state.json", json.dumps(state))
     host.sh(SAVE.format(model=MODEL) + "touch /opt/faults/good/stamp")
 

@@ -103,6 +103,8 @@ def run(bed: beds.Bed, count: int, seed: int, say: Callable[[str], None]) -> dic
     chance = random.Random(seed)  # noqa: S311 - faults, not secrets
     begun = time.monotonic()
     bed.reset(cold=True)
+    keep = " ".join(f"! -name {bed.releases[label]}" for label in TARGETS)
+    bed.host.sh(f"find /var/lib/swapgate/releases -mindepth 1 -maxdepth 1 {keep} -exec rm -rf {{}} +")
     outcomes: collections.Counter[str] = collections.Counter()
     broken: list[dict[str, Any]] = []
     for number in range(1, count + 1):

@@ -18,7 +18,13 @@ CASES = ROOT / "tests" / "cases"
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
     """The command with these arguments."""
-    return subprocess.run([sys.executable, str(ROOT / "scripts" / "cases.py"), *arguments], capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "cases.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,11 @@ def test_every_bar_but_the_engines_is_met(rows):
 
 def test_without_an_engine_the_table_says_so(rows):
     """Nothing is claimed for what was not run."""
-    told = [row["found"] for row in rows.values() if row["what"].startswith(("engine configs", "our preflight with the engine"))]
+    told = [
+        row["found"]
+        for row in rows.values()
+        if row["what"].startswith(("engine configs", "our preflight with the engine"))
+    ]
     assert told == ["not run: no engine given"] * 2
 
 
@@ -74,17 +84,33 @@ def test_a_wrong_engine_folder_is_an_error(tmp_path):
 def test_every_case_keeps_its_source():
     """104 cases, each with the place where it was published."""
     cases = [yaml.safe_load(path.read_text()) for path in CASES.glob("[!_]*.yml")]
-    assert len(cases) == 104  # noqa: PLR2004
+    assert len(cases) == 104
     assert all(case["source"]["repo"] and case["source"]["ref"] for case in cases)
 
 
 UNITS = [
-    ("[Service]\nExecStart=/opt/v/bin/vllm serve x --speculative-config '{\"method\": ngram}'\n", "reject", "no JSON when it reaches"),
+    (
+        "[Service]\nExecStart=/opt/v/bin/vllm serve x --speculative-config '{\"method\": ngram}'\n",
+        "reject",
+        "no JSON when it reaches",
+    ),
     ("[Service]\nExecStart=/opt/v/bin/vllm serve 'x\n", "reject", "quotes do not close"),
     ("[Service]\nUser=vllm\n", "reject", "has no ExecStart="),
-    ("[Service]\nExecStart=/bin/sh -c 'echo ${free}'\n", "accept-with-warning", "refers to $free, which the unit does not set"),
-    ("[Service]\nExecStart=/opt/v/bin/vllm serve x\nConflicts=y.service\n", "accept-with-warning", "Conflicts= stands under [Service]"),
-    ("[Service]\nExecStartPre=/bin/rm -f /dev/shm/psm_*\nExecStart=/opt/v/bin/vllm serve x\n", "accept-with-warning", "removes files in /dev/shm"),
+    (
+        "[Service]\nExecStart=/bin/sh -c 'echo ${free}'\n",
+        "accept-with-warning",
+        "refers to $free, which the unit does not set",
+    ),
+    (
+        "[Service]\nExecStart=/opt/v/bin/vllm serve x\nConflicts=y.service\n",
+        "accept-with-warning",
+        "Conflicts= stands under [Service]",
+    ),
+    (
+        "[Service]\nExecStartPre=/bin/rm -f /dev/shm/psm_*\nExecStart=/opt/v/bin/vllm serve x\n",
+        "accept-with-warning",
+        "removes files in /dev/shm",
+    ),
 ]
 
 

@@ -13,14 +13,18 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "diagnose.py"
 CASES = ROOT / "tests" / "cases"
-SAMPLES = {sample["name"]: sample for sample in yaml.safe_load((Path(__file__).parent / "diagnosis_samples.yml").read_text())}
+SAMPLES = {
+    sample["name"]: sample for sample in yaml.safe_load((Path(__file__).parent / "diagnosis_samples.yml").read_text())
+}
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB."
 
 
 def run(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess:
     """The command with these arguments and this standard input."""
     data = stdin if isinstance(stdin, bytes) else stdin.encode()
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], input=data, capture_output=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], input=data, capture_output=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,12 @@ def test_json_has_the_documented_keys():
     result = json.loads(done.stdout)
     assert done.returncode == 1
     assert result["root_cause"] == OOM
-    assert (result["verdict"], result["signature"], result["class"], result["kind"]) == ("fatal", "cuda-oom", "config", "log")
+    assert (result["verdict"], result["signature"], result["class"], result["kind"]) == (
+        "fatal",
+        "cuda-oom",
+        "config",
+        "log",
+    )
     assert {"phase", "remedy", "recognised", "line", "printed_by", "context"} <= set(result)
 
 
@@ -83,7 +92,10 @@ def test_case_files_are_read(case, kind, verdict, code):
     assert (result["kind"], result["verdict"], done.returncode) == (kind, verdict, code)
 
 
-@pytest.mark.parametrize("case", sorted(path.stem for path in CASES.glob("smi-*.yml")) + sorted(path.stem for path in CASES.glob("topo-*.yml")))
+@pytest.mark.parametrize(
+    "case",
+    sorted(path.stem for path in CASES.glob("smi-*.yml")) + sorted(path.stem for path in CASES.glob("topo-*.yml")),
+)
 def test_bare_outputs_are_told_from_logs(tmp_path, case):
     """The same output without the case around it is recognised for what it is."""
     whole = yaml.safe_load((CASES / f"{case}.yml").read_text())
@@ -98,7 +110,7 @@ def test_a_running_log_is_no_hang():
     """--running: the end of the input is not the end of the load."""
     line = "(Worker_TP0 pid=97) INFO 04-09 20:31:06 [pynccl.py:111] vLLM is using nccl==2.27.5\n"
     assert run("-", stdin=line).returncode == 1
-    assert run("--running", "-", stdin=line).returncode == 3  # noqa: PLR2004
+    assert run("--running", "-", stdin=line).returncode == 3
 
 
 def test_journal_json_is_read():
@@ -138,7 +150,7 @@ def test_a_long_log_is_streamed(tmp_path):
 def test_a_wrong_call_is_exit_code_2(arguments, words):
     """What was wrong and what was expected, on standard error."""
     done = run(*arguments)
-    assert done.returncode == 2  # noqa: PLR2004
+    assert done.returncode == 2
     assert words in done.stderr.decode()
     assert not done.stdout
 
@@ -152,9 +164,11 @@ def test_help_lists_the_exit_codes():
 
 def test_it_does_not_import_ansible():
     """The command answers without Ansible: none of its modules is loaded."""
-    code = (f"import sys, runpy; sys.argv = ['diagnose', '-']; sys.stdin = open('/dev/null')\n"
-            f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
-            "print([name for name in sys.modules if name == 'ansible' or name.startswith('ansible.')])")
+    code = (
+        f"import sys, runpy; sys.argv = ['diagnose', '-']; sys.stdin = open('/dev/null')\n"
+        f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
+        "print([name for name in sys.modules if name == 'ansible' or name.startswith('ansible.')])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -164,17 +178,26 @@ def test_a_unit_without_a_start_is_named(tmp_path):
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "systemctl").write_text("#!/bin/sh\necho ${INVOCATION-}\n")
-    (tools / "journalctl").write_text('#!/bin/sh\nfor word; do case $word in _SYSTEMD_INVOCATION_ID=0123*) printf \'{"MESSAGE": "' + OOM
-                                      + '"}\\n\';; esac; done\n')
+    (tools / "journalctl").write_text(
+        '#!/bin/sh\nfor word; do case $word in _SYSTEMD_INVOCATION_ID=0123*) printf \'{"MESSAGE": "'
+        + OOM
+        + "\"}\\n';; esac; done\n"
+    )
     for tool in tools.iterdir():
         tool.chmod(0o755)
 
     def ask(invocation: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, str(SCRIPT), "--unit", "vllm-x.service"], capture_output=True, text=True, timeout=60,
-                              env={"PATH": f"{tools}:/usr/bin:/bin", "INVOCATION": invocation}, check=False)
+        return subprocess.run(
+            [sys.executable, str(SCRIPT), "--unit", "vllm-x.service"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={"PATH": f"{tools}:/usr/bin:/bin", "INVOCATION": invocation},
+            check=False,
+        )
 
     never = ask("")
-    assert never.returncode == 2  # noqa: PLR2004
+    assert never.returncode == 2
     assert "InvocationID found '', expected 32 hex digits" in never.stderr
     started = ask("0123456789abcdef0123456789abcdef")
     assert started.returncode == 1

@@ -108,7 +108,9 @@ def test_ranks_interleaved_keep_the_cause():
     ]
     lines = []
     for frame in frames:
-        lines += [f"(Worker_TP{rank} pid={rank}) ERROR 01-01 00:00:00 [multiproc_executor.py:1] {frame}" for rank in range(4)]
+        lines += [
+            f"(Worker_TP{rank} pid={rank}) ERROR 01-01 00:00:00 [multiproc_executor.py:1] {frame}" for rank in range(4)
+        ]
     lines.append("(Worker_TP2 pid=2) ERROR 01-01 00:00:00 [multiproc_executor.py:1] WidgetError: rank 2 was first")
     lines.append("(Worker_TP0 pid=0) ERROR 01-01 00:00:00 [multiproc_executor.py:1] WidgetError: rank 0 followed")
     result = diagnosis.diagnose(lines, KNOWN)
@@ -145,7 +147,7 @@ def test_two_quiet_logs_interleaved_are_not_fatal(one, two, chance: random.Rando
     left, right = one[1].split("\n"), two[1].split("\n")
     merged = []
     while left or right:
-        merged.append((left if left and (not right or chance.random() < 0.5) else right).pop(0))  # noqa: PLR2004
+        merged.append((left if left and (not right or chance.random() < 0.5) else right).pop(0))
     assert diagnosis.diagnose(merged, KNOWN)["verdict"] != "fatal"
 
 
@@ -171,10 +173,27 @@ def test_no_text_can_crash_it(text):
 
 
 PIECES = [
-    "Traceback (most recent call last):", '  File "/x.py", line 1, in f', "    f()", "ValueError: x", CERTAIN, "\r", "\x1b[31m", "%|",
-    "(Worker_TP0 pid=1) ERROR 01-01 00:00:00 [core.py:1] ", "During handling of the above exception, another exception occurred:",
-    "vllm: error: argument --x: Value", "1 validation error for X", "  Value error, x [type=value_error]", "[<0>] uvm_x [nvidia_uvm]",
-    "NCCL version 2.2", "KeyboardInterrupt", "Exception ignored in: x", "{\"a\": {b}}", "(INFO", "[rank0]:", "\x00",
+    "Traceback (most recent call last):",
+    '  File "/x.py", line 1, in f',
+    "    f()",
+    "ValueError: x",
+    CERTAIN,
+    "\r",
+    "\x1b[31m",
+    "%|",
+    "(Worker_TP0 pid=1) ERROR 01-01 00:00:00 [core.py:1] ",
+    "During handling of the above exception, another exception occurred:",
+    "vllm: error: argument --x: Value",
+    "1 validation error for X",
+    "  Value error, x [type=value_error]",
+    "[<0>] uvm_x [nvidia_uvm]",
+    "NCCL version 2.2",
+    "KeyboardInterrupt",
+    "Exception ignored in: x",
+    '{"a": {b}}',
+    "(INFO",
+    "[rank0]:",
+    "\x00",
 ]
 
 
@@ -196,7 +215,7 @@ def test_a_long_failing_log_needs_bounded_memory():
     for number in range(5000):
         scanner.feed(f"ERROR 01-01 00:00:00 [x.py:{number}] OddError: number {number}")
     assert scanner.result()["signature"] == "cuda-oom"
-    assert len(scanner._candidates) <= 64  # noqa: PLR2004, SLF001  the bound itself is what is tested
+    assert len(scanner._candidates) <= 64
 
 
 BAD_FILES = [
@@ -204,12 +223,27 @@ BAD_FILES = [
     ({"signatures": [3]}, "entry 1: found int, expected a mapping"),
     ({"signatures": [{"id": "x", "role": "reason"}]}, "role: found 'reason'"),
     ({"signatures": [{"id": "x", "role": "benign", "contains": "ab"}]}, "source: found None"),
-    ({"signatures": [{"id": "x", "role": "cause", "contains": "ab", "source": "s", "remedy": "r"}]}, "class: found None"),
+    (
+        {"signatures": [{"id": "x", "role": "cause", "contains": "ab", "source": "s", "remedy": "r"}]},
+        "class: found None",
+    ),
     ({"signatures": [{"id": "x", "role": "benign", "contains": "a", "source": "s"}]}, "strings of 2 characters"),
-    ({"signatures": [{"id": "x", "role": "benign", "contains": "ab", "source": "s", "pattern": "("}]}, "no regular expression"),
-    ({"signatures": [{"id": "x", "role": "benign", "contains": "ab", "source": "s", "patern": "x"}]}, "unknown key 'patern'"),
-    ({"signatures": [{"id": "x", "role": "benign", "contains": "ab", "source": "s"}] * 2}, "found 2 times, expected once"),
-    ({"signatures": [{"id": "x", "role": "benign", "contains": "ab", "source": "s", "hang": "last"}]}, "hang: found 'last'"),
+    (
+        {"signatures": [{"id": "x", "role": "benign", "contains": "ab", "source": "s", "pattern": "("}]},
+        "no regular expression",
+    ),
+    (
+        {"signatures": [{"id": "x", "role": "benign", "contains": "ab", "source": "s", "patern": "x"}]},
+        "unknown key 'patern'",
+    ),
+    (
+        {"signatures": [{"id": "x", "role": "benign", "contains": "ab", "source": "s"}] * 2},
+        "found 2 times, expected once",
+    ),
+    (
+        {"signatures": [{"id": "x", "role": "benign", "contains": "ab", "source": "s", "hang": "last"}]},
+        "hang: found 'last'",
+    ),
 ]
 
 
@@ -224,4 +258,4 @@ def test_a_wrong_signature_file_names_entry_and_key(content, message):
 def test_every_signature_has_a_source_and_remedies_say_something():
     """The shipped file is complete: causes have a remedy of a sentence, and every role is used."""
     assert {signature.role for signature in KNOWN.all} == set(signatures.ROLES)
-    assert all(len(signature.remedy) > 20 for signature in KNOWN.all if signature.role in {"cause", "effect"})  # noqa: PLR2004
+    assert all(len(signature.remedy) > 20 for signature in KNOWN.all if signature.role in {"cause", "effect"})

@@ -45,9 +45,19 @@ def test_a_recorded_load_passes_its_phases_in_order_and_is_ready():
             seen.append(state["phase"])
     assert seen[0] == "process"
     assert seen[-1] == "ready"
-    assert {"arguments", "config", "distributed", "weights", "post_load", "compile", "kv_cache", "graphs", "api"} <= set(seen)
+    assert {
+        "arguments",
+        "config",
+        "distributed",
+        "weights",
+        "post_load",
+        "compile",
+        "kv_cache",
+        "graphs",
+        "api",
+    } <= set(seen)
     assert percents == sorted(percents)
-    assert percents[-1] == 100.0  # noqa: PLR2004
+    assert percents[-1] == 100.0
     record = watch.record()
     assert record["finished"]
     assert record["total_s"] == pytest.approx(sum(record["phases"].values()), abs=1.0)
@@ -92,14 +102,16 @@ def test_history_gives_the_time_left():
     watch.feed(shard(48), 58.0)
     state = watch.snapshot(58.0)
     assert (state["remaining_s"], state["remaining_from"]) == (48 + 60 + 5, "history")
-    assert 20 < state["percent"] < 50  # noqa: PLR2004
+    assert 20 < state["percent"] < 50
 
 
 def test_history_is_kept_of_finished_loads_only():
     """Five finished loads are kept, an unfinished one changes nothing, damage is skipped."""
     history = None
     for number in range(7):
-        history = load_watch.merge_history(history, {"finished": True, "total_s": number, "phases": {"weights": number}})
+        history = load_watch.merge_history(
+            history, {"finished": True, "total_s": number, "phases": {"weights": number}}
+        )
     assert [load["total_s"] for load in history["loads"]] == [2, 3, 4, 5, 6]
     assert load_watch.merge_history(history, load_watch.LoadWatch(None, 0.0).record()) == history
     assert load_watch.typical_load({"loads": [None, {"phases": {"weights": "x"}}, {"phases": {"weights": -1}}]}) == {}
@@ -124,7 +136,9 @@ def test_the_line_of_a_waiting_engine_moves_nothing():
     watch = load_watch.LoadWatch(None, 0.0)
     watch.feed(NCCL, 5.0)
     for minute in range(1, 6):
-        watch.feed(CORE.format(minute, "No available shared memory broadcast block found in 60 seconds."), 60.0 * minute)
+        watch.feed(
+            CORE.format(minute, "No available shared memory broadcast block found in 60 seconds."), 60.0 * minute
+        )
     assert watch.snapshot(306.0)["stalled"]
 
 
@@ -154,7 +168,10 @@ def test_crawling_shards_are_alive_for_as_long_as_they_count_up():
 
 def test_disk_reads_keep_a_silent_load_alive_and_weak_evidence_has_an_end():
     """Reads count fully in the weights, processor time only for WEAK_FACTOR limits."""
-    reads, spins = load_watch.LoadWatch(None, 0.0, {"weights": 100.0}), load_watch.LoadWatch(None, 0.0, {"weights": 100.0})
+    reads, spins = (
+        load_watch.LoadWatch(None, 0.0, {"weights": 100.0}),
+        load_watch.LoadWatch(None, 0.0, {"weights": 100.0}),
+    )
     for watch in (reads, spins):
         watch.feed(shard(1), 1.0)
     for second in range(2, 500, 5):
@@ -197,15 +214,26 @@ def test_wrong_names_are_errors():
 
 CHANGE_LINES = [
     ("WARNING 01-01 00:00:00 [vllm.py:1] Asynchronous scheduling is disabled.", "async scheduling off"),
-    ("WARNING 01-01 00:00:00 [vllm.py:1] Async scheduling will be disabled because it is not supported with the `ray` distributed "
-     "executor backend. ", "async scheduling off: it is not supported with the `ray` distributed executor backend"),
+    (
+        "WARNING 01-01 00:00:00 [vllm.py:1] Async scheduling will be disabled because it is not supported with the "
+        "`ray` distributed executor backend. ",
+        "async scheduling off: it is not supported with the `ray` distributed executor backend",
+    ),
     ("INFO 01-01 00:00:00 [gpu_worker.py:1] Using V2 Model Runner", "model runner V2"),
-    ("WARNING 01-01 00:00:00 [vllm.py:1] Dynamic speculative decoding changes the target verification length at runtime. Overriding "
-     "cudagraph_mode from FULL to PIECEWISE for reliability",
-     "cudagraph mode PIECEWISE instead of FULL: Dynamic speculative decoding changes the target verification length at runtime"),
-    ("WARNING 01-01 00:00:00 [x.py:1] Custom allreduce is disabled because it's not supported on more than two PCIe-only GPUs. To",
-     "custom all-reduce off: it's not supported on more than two PCIe-only GPUs"),
-    ("INFO 01-01 00:00:00 [x.py:1] Auto-fit max_model_len: reduced from 131072 to 90000 to fit", "max_model_len 90000 instead of 131072"),
+    (
+        "WARNING 01-01 00:00:00 [vllm.py:1] Dynamic speculative decoding changes the target length at runtime. "
+        "Overriding cudagraph_mode from FULL to PIECEWISE for reliability",
+        "cudagraph mode PIECEWISE instead of FULL: Dynamic speculative decoding changes the target length at runtime",
+    ),
+    (
+        "WARNING 01-01 00:00:00 [x.py:1] Custom allreduce is disabled because it's not supported on more than two "
+        "PCIe-only GPUs. To",
+        "custom all-reduce off: it's not supported on more than two PCIe-only GPUs",
+    ),
+    (
+        "INFO 01-01 00:00:00 [x.py:1] Auto-fit max_model_len: reduced from 131072 to 90000 to fit",
+        "max_model_len 90000 instead of 131072",
+    ),
     ("WARNING 01-01 00:00:00 [x.py:1] Enforce eager set, disabling torch.compile and CUDAGraphs.", "CUDA graphs off"),
     ("ERROR 01-01 00:00:00 [x.py:1] Using V2 Model Runner", None),
     ("INFO 01-01 00:00:00 [x.py:1] Using max model len 4096", None),
@@ -219,7 +247,12 @@ def test_what_the_engine_changed_at_start(line, change):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.text(max_size=40) | st.sampled_from([shard(3), NCCL, "\r", "\x1b[1m", "9/0 ["]), st.floats(0, 50)), max_size=20))
+@given(
+    st.lists(
+        st.tuples(st.text(max_size=40) | st.sampled_from([shard(3), NCCL, "\r", "\x1b[1m", "9/0 ["]), st.floats(0, 50)),
+        max_size=20,
+    )
+)
 def test_no_output_can_crash_it(chunks):
     """Any text in any cut, any pace: a snapshot with numbers in range."""
     watch = load_watch.LoadWatch({"loads": [{"phases": {"weights": 10.0}}]}, 0.0)
@@ -229,7 +262,7 @@ def test_no_output_can_crash_it(chunks):
         watch.feed(text, now)
         state = watch.snapshot(now)
         assert state["phase"] in phases.PHASES
-        assert 0 <= state["percent"] <= 100  # noqa: PLR2004
+        assert 0 <= state["percent"] <= 100
         assert state["remaining_s"] is None or state["remaining_s"] >= 0
     watch.record()
 
@@ -239,4 +272,4 @@ def test_a_line_that_never_ends_does_not_grow_the_watcher():
     watch = load_watch.LoadWatch(None, 0.0)
     for second in range(100):
         watch.feed("x" * 10_000, float(second))
-    assert len(watch._partial) <= 65536  # noqa: PLR2004, SLF001  the bound itself is what is tested
+    assert len(watch._partial) <= 65536

@@ -92,10 +92,15 @@ def test_a_port_on_ipv6_is_seen_too():
         assert [holder.pid for holder in processes.port_holders(one.port)] == [one.process.pid]
 
 
-def test_a_connection_to_the_port_is_no_holder(listener):
-    with socket.create_connection(("127.0.0.1", listener.port)):
-        assert [holder.pid for holder in processes.port_holders(listener.port)] == [listener.process.pid]
-        # Its own end of the connection has a port too, on which nobody listens.
+def test_a_connection_is_no_listener_on_either_side():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client, server.accept()[0]:
+            assert processes.port_holders(client.getsockname()[1]) == []
+            assert [holder.pid for holder in processes.port_holders(port)] == [os.getpid()]
+            server.close()  # the accepted connection keeps the port's number, and nobody listens there any more
+            assert processes.listening_inodes(port) == set()
+            assert processes.port_holders(port) == []
 
 
 def test_a_port_is_free_once_the_socket_is_closed():

@@ -35,8 +35,16 @@ def test_public_case(case):
     found = topology.parse(case["input"])
     assert topology.judge(found)["verdict"] == case["expected"]["verdict"]
     why = case["expected"]["why"]
-    stated = {"gpus": "gpus", "gpus_in_header": "gpus", "gpus_rows": "rows", "nics": "nics", "nvlink": "nvlink",
-              "worst_link": "worst_link", "worst_gpu_link": "worst_link", "levels": "levels"}
+    stated = {
+        "gpus": "gpus",
+        "gpus_in_header": "gpus",
+        "gpus_rows": "rows",
+        "nics": "nics",
+        "nvlink": "nvlink",
+        "worst_link": "worst_link",
+        "worst_gpu_link": "worst_link",
+        "levels": "levels",
+    }
     for key, mine in stated.items():
         if key in why:
             assert found[mine] == why[key], key
@@ -81,8 +89,35 @@ def test_text_without_a_matrix_is_unknown():
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["GPU0", "GPU1", "GPU12", "NIC0", "X", "NV18", "PIX", "SYS", "OK", "GNS", "N/A", "0-13", "0N/A", "\n", "\t", " ",
-                                 "CPU Affinity", "Legend:", "\x1b[4m"]), max_size=60).map("".join) | st.text())
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "GPU0",
+                "GPU1",
+                "GPU12",
+                "NIC0",
+                "X",
+                "NV18",
+                "PIX",
+                "SYS",
+                "OK",
+                "GNS",
+                "N/A",
+                "0-13",
+                "0N/A",
+                "\n",
+                "\t",
+                " ",
+                "CPU Affinity",
+                "Legend:",
+                "\x1b[4m",
+            ]
+        ),
+        max_size=60,
+    ).map("".join)
+    | st.text()
+)
 def test_no_text_can_crash_it(text):
     """Any text can be read and judged."""
     assert topology.judge(topology.parse(text))["verdict"]

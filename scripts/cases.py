@@ -401,6 +401,7 @@ def _preflight_row(entries: dict[str, Any], answers: list[dict[str, Any]]) -> Ro
     for (name, entry), answer in zip(entries.items(), answers):
         if not answer["ok"]:
             caught += 1
+            notes.append(f"{name}: {answer['error'][:110]}")
         elif "since" in entry:
             newer += 1
             notes.append(f"{name}: accepted by vLLM {answer['version']}: {entry['since']}")

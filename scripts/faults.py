@@ -92,7 +92,12 @@ def main(argv: list[str] | None = None) -> int:
     minutes = (time.monotonic() - begun) / 60
     figures = report.summary(results)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    kept = {"rows": [one.as_json() for one in results], "summary": figures, "swaps": swaps, "minutes": round(minutes, 1)}
+    kept = {
+        "rows": [one.as_json() for one in results],
+        "summary": figures,
+        "swaps": swaps,
+        "minutes": round(minutes, 1),
+    }
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     if whole:
         PAGE.write_text(report.page(results, swaps, minutes))

@@ -40,7 +40,7 @@ STAGES: dict[str, list[Command]] = {
         tool("yamllint", "--strict", "."),
         tool("ansible-lint", "--offline", "-q"),
     ],
-    "unit": [pytest("tests/unit")],
+    "unit": [pytest("tests/unit", "tests/golden")],
     "cases": [tool("python", "scripts/cases.py")],
     "molecule": [tool("molecule", "test", folder=ROOT / "roles" / role) for role in ROLES],
     "e2e": [pytest("tests/e2e", "-m", "not engine")],

@@ -138,7 +138,7 @@ def plan(host: str, status: Mapping[str, Any] | None, variant: str, release: str
 
 
 def _acceptance(figures: Mapping[str, Any]) -> str:
-    if not figures["drafts"]:
+    if not figures["draft_tokens"]:
         return "no draft yet"
     return "{:.0f} % of {} draft tokens accepted, acceptance length {:.2f}, by position {}".format(
         100 * figures["acceptance_rate"],

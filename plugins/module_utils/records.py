@@ -140,8 +140,12 @@ def read_state(layout: Layout) -> JsonDict:
 
 def append_history(layout: Layout, swap: JsonDict) -> None:
     """One ended swap as one line, synced."""
-    with layout.history.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(swap, sort_keys=True, ensure_ascii=False) + "\n")
+    with layout.history.open("a+b") as out:
+        if out.seek(0, os.SEEK_END):
+            out.seek(-1, os.SEEK_END)
+            if out.read() != b"\n":  # a line that a power failure cut; it must not swallow this one
+                out.write(b"\n")
+        out.write((json.dumps(swap, sort_keys=True, ensure_ascii=False) + "\n").encode())
         out.flush()
         os.fsync(out.fileno())
 
@@ -150,7 +154,7 @@ def read_history(layout: Layout) -> list[JsonDict]:
     """All ended swaps, oldest first; a line cut by a power failure is passed over."""
     swaps = []
     try:
-        lines = layout.history.read_text(encoding="utf-8").splitlines()
+        lines = layout.history.read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         return []
     for line in lines:

@@ -17,7 +17,7 @@ def quote(word: str) -> str:
     Control characters become C escapes. A word of harmless characters stays as it is, for people who read the unit.
     """
     doubled = word.replace("$", "$$").replace("%", "%%")
-    if re.match(r"^[A-Za-z0-9@%$+=:,./_-]+$", doubled):
+    if re.fullmatch(r"[A-Za-z0-9@%$+=:,./_-]+", doubled):
         return doubled
     escaped = doubled.replace("\\", "\\\\").replace('"', '\\"')
     escaped = re.sub(r"[\x00-\x1f\x7f]", lambda match: f"\\x{ord(match.group()):02x}", escaped)

@@ -16,9 +16,13 @@ from . import versions
 
 JsonDict = dict[str, Any]
 
-_KEY = re.compile(r"^[a-z][a-z0-9]*(-[a-z0-9]+)*$")
-_NAME = re.compile(r"^[a-z0-9]+([._-][a-z0-9]+)*$")
-_ENV = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_KEY = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_NAME = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*")
+# Paths stand unquoted in units; nobody needs blanks or % in them enough to make that unreadable.
+_PATH = re.compile(r"/[A-Za-z0-9/._@+-]+")
+_ENV = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Types as argument specs name them. A quoted number is a string: YAML already says which is meant.
+_TYPES = {"str": str, "path": str, "int": int, "bool": bool, "dict": dict, "list": list}
 
 # Flags that other keys render. Two places for one fact would let them disagree.
 OWNED_FLAGS = {
@@ -34,6 +38,7 @@ OWNED_FLAGS = {
     "enable-auto-tool-choice": "the model entry's `tool_call_parser`, which switches it on",
     "reasoning-parser": "the model entry's `reasoning_parser`",
     "shutdown-timeout": "the variant's `drain_timeout_s`",
+    "hf-token": "`model_cache_token` (a command line can be read by every local user)",
     "api-key": "`vllm_service_api_key` (a command line can be read by every local user)",
 }
 # What every engine runs with; an `env` entry wins over it.
@@ -56,16 +61,39 @@ def _closest(word: str, words: Sequence[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
-def _check_keys(where: str, entry: Any, allowed: Sequence[str]) -> None:
+def _check_type(where: str, key: str, value: Any, name: str) -> None:
+    kind = _TYPES[name]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        quote = " Quote what is meant as text." if kind is str else ""
+        raise VariantError(f"{where}: key '{key}' is {value!r}, expected {name}. Correct the entry.{quote}")
+
+
+def _check_entry(where: str, entry: Any, options: Mapping[str, Any]) -> None:
+    """Keys and types of one entry. Null counts as absent."""
     if not isinstance(entry, dict):
         raise VariantError(f"{where}: found {entry!r}, expected a map of keys. Correct the entry.")
-    for key in entry:
-        if key not in allowed:
+    for key, value in entry.items():
+        if key not in options:
             raise VariantError(
                 "{}: unknown key '{}'.{} Known keys: {}. Correct or remove it.".format(
-                    where, key, _closest(str(key), allowed), ", ".join(sorted(allowed))
+                    where, key, _closest(str(key), list(options)), ", ".join(sorted(options))
                 )
             )
+        option = options[key]
+        if value is None or "type" not in option:
+            continue
+        if "options" in option:
+            _check_entry(f"{where}.{key}", value, option["options"])
+            _check_required(f"{where}.{key}", value, option["options"])
+        _check_type(where, key, value, option["type"])
+        for item in value if "elements" in option else []:
+            _check_type(where, key, item, option["elements"])
+
+
+def _check_required(where: str, entry: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    for key, option in options.items():
+        if option.get("required") and entry.get(key) is None:
+            raise VariantError(f"{where}: key '{key}' is missing: {option['description']}")
 
 
 def _choose(kind: str, name: Any, table: Mapping[str, Any], source: str) -> Any:
@@ -97,23 +125,31 @@ def defaults_of(options: Mapping[str, Any]) -> JsonDict:
     return {key: option["default"] for key, option in options.items() if "default" in option}
 
 
-def flatten(name: str, variants: Mapping[str, Any], allowed: Sequence[str]) -> JsonDict:
-    """One variant's entry with its base merged in. One level of ``extends`` only."""
+def layers(name: str, variants: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, JsonDict]:
+    """The entries that make a variant, base first, by the words for where each stands. One level of ``extends``."""
     where = f"variant '{name}'"
     entry = _choose("variant", name, variants, "swapgate_variants")
-    _check_keys(where, entry, allowed)
+    _check_entry(where, entry, options)
     base_name = entry.get("extends")
     if base_name is None:
-        return {key: value for key, value in entry.items() if value is not None}
+        return {where: entry}
     base = _choose("variant", base_name, variants, f"swapgate_variants, named by `extends` of {where}")
-    _check_keys(f"variant '{base_name}'", base, allowed)
+    _check_entry(f"variant '{base_name}'", base, options)
     if base.get("extends"):
         raise VariantError(
             "{}: `extends: {}` is itself built on '{}'; only one level is allowed. Extend '{}' directly.".format(
                 where, base_name, base["extends"], base["extends"]
             )
         )
-    return merge({key: value for key, value in base.items() if key != "description"}, entry)
+    return {f"variant '{base_name}'": {key: base[key] for key in base if key != "description"}, where: entry}
+
+
+def flatten(name: str, variants: Mapping[str, Any], options: Mapping[str, Any]) -> JsonDict:
+    """One variant's entry with its base merged in; no null is left."""
+    flat: JsonDict = {}
+    for entry in layers(name, variants, options).values():
+        flat = merge(flat, entry)
+    return flat
 
 
 def render_flag(key: str, value: Any) -> list[str]:
@@ -147,7 +183,7 @@ def _engine_args(where: str, arguments: Mapping[str, Any]) -> JsonDict:
     checked = {}
     for raw in sorted(arguments):
         key = str(raw).lstrip("-").replace("_", "-")
-        if not _KEY.match(key):
+        if not _KEY.fullmatch(key):
             raise VariantError(f"{where}: engine argument '{raw}' is not the name of a flag.")
         if key in OWNED_FLAGS:
             raise VariantError(
@@ -157,17 +193,20 @@ def _engine_args(where: str, arguments: Mapping[str, Any]) -> JsonDict:
     return checked
 
 
-def _environment(where: str, environment: Mapping[str, Any]) -> dict[str, str]:
-    checked = {}
+def _environment(where: str, environment: Mapping[str, Any]) -> JsonDict:
+    checked: JsonDict = {}
     for key in sorted(environment):
         value = environment[key]
-        if not _ENV.match(str(key)):
+        if not _ENV.fullmatch(str(key)):
             raise VariantError(f"{where}: '{key}' is not the name of an environment variable.")
         if key in SECRET_VARIABLES:
             raise VariantError(
                 f"{where}: {key} in `env` could be read by every local user. Use vllm_service_api_key, or fetch the "
                 "model with role model_cache."
             )
+        if value is None:  # removes what an earlier layer set
+            checked[str(key)] = None
+            continue
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise VariantError(
                 f"{where}: environment variable {key} is {value!r}; expected a string or a number. Quote the value."
@@ -184,6 +223,11 @@ def unit_name(model_name: str, variant_name: str, is_base: bool) -> str:
 def _speculative(where: str, entry: JsonDict, model: Mapping[str, Any]) -> JsonDict | None:
     config = entry.get("speculative_config")
     if not config:
+        if entry.get("draft"):
+            raise VariantError(
+                f"{where}: `draft: {entry['draft']}` without a speculative_config has no effect. Give the config, or "
+                "remove `draft`."
+            )
         return None
     config = dict(config)
     draft = entry.get("draft")
@@ -220,26 +264,29 @@ def resolve(
     """
     options = {kind: spec[kind]["options"] for kind in ("variant", "model", "host")}
     where = f"variant '{name}'"
-    if not _NAME.match(str(name)):
+    if not _NAME.fullmatch(str(name)):
         raise VariantError(f"{where}: a name is lower-case letters, digits and single '.', '_' or '-'.")
-    entry = dict(defaults_of(options["variant"]), **flatten(name, variants, list(options["variant"])))
+    entry = dict(defaults_of(options["variant"]), **flatten(name, variants, options["variant"]))
     model = _choose("model", model_name, models, "swapgate_models")
-    _check_keys(f"model '{model_name}'", model, list(options["model"]))
+    _check_entry(f"model '{model_name}'", model, options["model"])
     model = dict(defaults_of(options["model"]), **{key: value for key, value in model.items() if value is not None})
-    _check_keys("swapgate_host", host, list(options["host"]))
+    _check_entry("swapgate_host", host, options["host"])
     host = dict(defaults_of(options["host"]), **{key: value for key, value in host.items() if value is not None})
-    for place, given, needed in (
-        (f"model '{model_name}'", model, options["model"]),
-        ("swapgate_host", host, options["host"]),
-    ):
-        for key, option in needed.items():
-            if option.get("required") and key not in given:
-                raise VariantError("{}: key '{}' is missing: {}".format(place, key, " ".join(option["description"])))
-    _check_keys("swapgate_host.engine", host["engine"], list(options["host"]["engine"]["options"]))
+    _check_required(f"model '{model_name}'", model, options["model"])
+    _check_required("swapgate_host", host, options["host"])
+    for place, path in ((f"model '{model_name}'", model["path"]), ("swapgate_host", host["engines_root"])):
+        if not _PATH.fullmatch(path):
+            raise VariantError(f"{place}: path {path!r}: expected an absolute path of letters, digits and /._@+-.")
+    if re.search(r"[\x00-\x1f\x7f\\]", entry["description"]):
+        raise VariantError(f"{where}: description {entry['description']!r}: expected one line without a backslash.")
 
     engine = dict(host["engine"])
     if entry.get("engine_version"):
         engine["version"] = str(entry["engine_version"])
+    try:
+        versions.release(engine["version"])
+    except ValueError as error:
+        raise VariantError(f"{where}: engine version: {error}, expected one such as 0.32.0.") from error
     engine["venv"] = "{}/{}-{}".format(host["engines_root"].rstrip("/"), engine["package"], engine["version"])
 
     arguments: JsonDict = {
@@ -255,9 +302,10 @@ def resolve(
     }
     extra: JsonDict = {}
     environment: JsonDict = dict(ENGINE_ENVIRONMENT)
-    for place, source in (("swapgate_host", host), (f"model '{model_name}'", model), (where, entry)):
-        extra = merge(extra, _engine_args(place, source["engine_args"]))
-        environment = merge(environment, _environment(place, source["env"]))
+    sources = {"swapgate_host": host, f"model '{model_name}'": model, **layers(name, variants, options["variant"])}
+    for place, source in sources.items():
+        extra = merge(extra, _engine_args(place, source.get("engine_args") or {}))
+        environment = merge(environment, _environment(place, source.get("env") or {}))
     arguments.update(extra)
     if versions.at_least(engine["version"], "0.18"):
         arguments["shutdown-timeout"] = entry["drain_timeout_s"]

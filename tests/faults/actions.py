@@ -1,22 +1,22 @@
 """What a row can do to the host: a verb and its words, as rows name them.
 
-    sh SCRIPT                     run it on the host over SSH
-    bg NAME SCRIPT                run it on the host in a transient unit fault-NAME.service
-    kill-swap                     SIGKILL of the swap's main process, in the very phase
-    kill-swap-and-resolve         the same, and of the resolve that ExecStopPost starts, once
-    signal N UNIT WORDS           signal the processes of a unit whose name or command line holds WORDS
-    power-cut | reboot            in the very phase; comes back when the host is up again
-    power-off                     the same without coming back; `power-on` boots it
-    drop-ssh                      kill the ssh client of whoever asked
-    ask LABEL OWNER               ask for another swap meanwhile
-    knobs JSON                    other knobs for the starts that follow
-    nvidia JSON                   a stand-in nvidia-smi; {"exit": n, "text": s} or {"gpus": [{field: value}]}
-    stream N                      a client that streams N tokens and notes how it ended
-    foreign PORT SECONDS          a process outside every unit takes the port as soon as it is free and answers 200
-    stage-directive LINE          stage a release `directive`: the target's unit with one more line under [Service]
-    shim-systemctl                the host program's `systemctl stop` of the baseline fails, all else passes
-    shim-clock SECONDS            the host program's wall clock jumps by so much two seconds after each start of it
-    small-state | fill-state      lay a tmpfs under the state folder; shrink it to what it holds
+sh SCRIPT                     run it on the host over SSH
+bg NAME SCRIPT                run it on the host in a transient unit fault-NAME.service
+kill-swap                     SIGKILL of the swap's main process, in the very phase
+kill-swap-and-resolve         the same, and of the resolve that ExecStopPost starts, once
+signal N UNIT WORDS           signal the processes of a unit whose name or command line holds WORDS
+power-cut | reboot            in the very phase; comes back when the host is up again
+power-off                     the same without coming back; `power-on` boots it
+drop-ssh                      kill the ssh client of whoever asked
+ask LABEL OWNER               ask for another swap meanwhile
+knobs JSON                    other knobs for the starts that follow
+nvidia JSON                   a stand-in nvidia-smi; {"exit": n, "text": s} or {"gpus": [{field: value}]}
+stream N                      a client that streams N tokens and notes how it ended
+foreign PORT SECONDS          a process outside every unit takes the port as soon as it is free and answers 200
+stage-directive LINE          stage a release `directive`: the target's unit with one more line under [Service]
+shim-systemctl                the host program's `systemctl stop` of the baseline fails, all else passes
+shim-clock SECONDS            the host program's wall clock jumps by so much two seconds after each start of it
+small-state | fill-state      lay a tmpfs under the state folder; shrink it to what it holds
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ elif asked:
         print(", ".join(asked.split(",")))
     for index, gpu in enumerate(told["gpus"]):
         known = {{"index": str(index), "uuid": "GPU-%d" % index, "name": "Stand-in", "memory.total": "97887 MiB",
-                 "memory.used": "3 MiB", "memory.free": "97884 MiB", "memory.reserved": "600 MiB", "utilization.gpu": "0 %",
+                 "memory.used": "3 MiB", "memory.free": "97884 MiB", "memory.reserved": "600 MiB",
+                 "utilization.gpu": "0 %",
                  "power.draw": "30.00 W", "temperature.gpu": "30", "compute_mode": "Default",
                  "mig.mode.current": "Disabled", "ecc.errors.uncorrected.volatile.total": "0",
                  "gpu_recovery_action": "None", "fabric.state": "N/A", "driver_version": "580.95.05"}}
@@ -197,9 +198,19 @@ def _nvidia(stage: Stage, words: str) -> float:
 
 def _stream(stage: Stage, words: str) -> float:
     body = json.dumps({"model": SERVED, "prompt": PROMPT, "max_tokens": int(words), "ignore_eos": True, "stream": True})
-    argv = ["curl", "-sS", "-N", "-m", "60", "-H", "Content-Type: application/json", "-d", body,
-            f"http://127.0.0.1:{PORT}/v1/completions"]
-    subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603 - our own client
+    argv = [
+        "curl",
+        "-sS",
+        "-N",
+        "-m",
+        "60",
+        "-H",
+        "Content-Type: application/json",
+        "-d",
+        body,
+        f"http://127.0.0.1:{PORT}/v1/completions",
+    ]
+    subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(0.5)
     return time.monotonic()
 
@@ -260,21 +271,40 @@ def _shim_clock(stage: Stage, words: str) -> float:
 
 
 def _small_state(stage: Stage, _words: str) -> float:
-    stage.host.sh("mkdir -p /opt/faults/small && mount -t tmpfs -o size=2g tmpfs /opt/faults/small && "
-                  "cp -a /var/lib/swapgate/. /opt/faults/small/ && mount --move /opt/faults/small /var/lib/swapgate || "
-                  "mount --bind /opt/faults/small /var/lib/swapgate")
+    stage.host.sh(
+        "mkdir -p /opt/faults/small && mount -t tmpfs -o size=2g tmpfs /opt/faults/small && "
+        "cp -a /var/lib/swapgate/. /opt/faults/small/ && mount --move /opt/faults/small /var/lib/swapgate || "
+        "mount --bind /opt/faults/small /var/lib/swapgate"
+    )
     return time.monotonic()
 
 
 def _fill_state(stage: Stage, _words: str) -> float:
-    stage.host.sh("mount -o remount,size=$(df -k --output=used /var/lib/swapgate | tail -1 | tr -d ' ')k "
-                  "$(findmnt -n -o TARGET -T /var/lib/swapgate | tail -1)")
+    stage.host.sh(
+        "mount -o remount,size=$(df -k --output=used /var/lib/swapgate | tail -1 | tr -d ' ')k "
+        "$(findmnt -n -o TARGET -T /var/lib/swapgate | tail -1)"
+    )
     return time.monotonic()
 
 
 VERBS: dict[str, Callable[[Stage, str], float]] = {
-    "sh": _sh, "bg": _background, "kill-swap": _kill_swap, "kill-swap-and-resolve": _kill_both, "signal": _signal,
-    "power-cut": _power_cut, "reboot": _reboot, "drop-ssh": _drop_ssh, "ask": _ask, "knobs": _knobs, "nvidia": _nvidia,
-    "stream": _stream, "foreign": _foreign, "sleep": _sleep, "stage-directive": _stage_directive,
-    "shim-systemctl": _shim_systemctl, "shim-clock": _shim_clock, "small-state": _small_state, "fill-state": _fill_state,
+    "sh": _sh,
+    "bg": _background,
+    "kill-swap": _kill_swap,
+    "kill-swap-and-resolve": _kill_both,
+    "signal": _signal,
+    "power-cut": _power_cut,
+    "reboot": _reboot,
+    "drop-ssh": _drop_ssh,
+    "ask": _ask,
+    "knobs": _knobs,
+    "nvidia": _nvidia,
+    "stream": _stream,
+    "foreign": _foreign,
+    "sleep": _sleep,
+    "stage-directive": _stage_directive,
+    "shim-systemctl": _shim_systemctl,
+    "shim-clock": _shim_clock,
+    "small-state": _small_state,
+    "fill-state": _fill_state,
 }

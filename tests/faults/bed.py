@@ -22,15 +22,21 @@ from .host import OTHER_PORT, PORT, REPO, SERVED, SSH_PORT, Host, HostError
 FOLDER = REPO / "tests/faults"
 ARTIFACTS = REPO / ".artifacts/faults"
 MODEL = "/srv/models/tiny"
+SHELF = "/opt/wheels-of-the-matrix"
 ENGINE = "0.32.0"
 OLDER = "0.30.0"
 # On the shelf, for an upgrade in place.
 NEWER = "0.31.0"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 4, "prompt_lookup_max": 4}
 BASE = {
-    "description": "plain decoding", "soak_s": 2, "restart_delay_s": 1, "drain_timeout_s": 3, "load_timeout_s": 40,
+    "description": "plain decoding",
+    "soak_s": 2,
+    "restart_delay_s": 1,
+    "drain_timeout_s": 3,
+    "load_timeout_s": 40,
     "stall_timeout_s": 6,
 }
+CONFIG = {"architectures": ["TinyForCausalLM"], "model_type": "tiny", "max_position_embeddings": 4096}
 Table = dict[str, dict[str, Any]]
 
 
@@ -64,9 +70,14 @@ RELEASES: Table = {
 
 VARIABLES: dict[str, Any] = {
     "swapgate_model": "tiny",
-    "swapgate_models": {"tiny": {
-        "path": MODEL, "served_name": SERVED, "max_model_len": 2048, "drafts": {"eagle3": "/srv/models/tiny-eagle3"},
-    }},
+    "swapgate_models": {
+        "tiny": {
+            "path": MODEL,
+            "served_name": SERVED,
+            "max_model_len": 2048,
+            "drafts": {"eagle3": "/srv/models/tiny-eagle3"},
+        }
+    },
     "swapgate_host": {"engine": {"package": "vllm", "version": ENGINE}, "gpus": [], "port": PORT, "free_timeout_s": 5},
     "swapgate_variants": {
         "baseline": BASE,
@@ -166,7 +177,7 @@ class Bed:
 def _wheels() -> Path:
     out = ARTIFACTS / "wheels"
     builder = [sys.executable, str(REPO / "tests/fake_vllm/build_wheels.py"), str(out), ENGINE, OLDER, NEWER]
-    subprocess.run(builder, check=True, capture_output=True)  # noqa: S603 - our own program
+    subprocess.run(builder, check=True, capture_output=True)
     return out
 
 
@@ -175,33 +186,46 @@ def _engines(host: Host) -> None:
     for version in (ENGINE, OLDER):
         venv = f"/opt/swapgate/engines/vllm-{version}"
         marker = json.dumps({"package": "vllm", "version": version})
-        pip = f"{venv}/bin/pip install -q --no-index --find-links /opt/wheels-of-the-matrix --force-reinstall vllm=={version}"
+        pip = f"{venv}/bin/pip install -q --no-index --find-links {SHELF} --force-reinstall vllm=={version}"
         host.sh(f"rm -rf {venv}; python3 -m venv {venv} && {pip}", limit_s=180)
         host.write(f"{venv}/swapgate-env.json", marker + "\n")
-    host.sh("cp -a /opt/swapgate/engines/. /opt/faults/engines/ 2>/dev/null || "
-            "{ mkdir -p /opt/faults && cp -a /opt/swapgate/engines /opt/faults/engines; }")
+    host.sh(
+        "cp -a /opt/swapgate/engines/. /opt/faults/engines/ 2>/dev/null || "
+        "{ mkdir -p /opt/faults && cp -a /opt/swapgate/engines /opt/faults/engines; }"
+    )
 
 
 def _stage(host: Host) -> dict[str, str]:
     """Run the playbook; returns label to release."""
     variables = ARTIFACTS / "variables.json"
     variables.write_text(json.dumps(VARIABLES, indent=1))
-    words = [str(Path(sys.executable).parent / "ansible-playbook"), "-i", str(host.box.inventory), "-e", f"@{variables}",
-             str(FOLDER / "prepare.yml")]
-    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=False)  # noqa: S603
+    words = [
+        str(Path(sys.executable).parent / "ansible-playbook"),
+        "-i",
+        str(host.box.inventory),
+        "-e",
+        f"@{variables}",
+        str(FOLDER / "prepare.yml"),
+    ]
+    done = subprocess.run(words, cwd=REPO, capture_output=True, text=True, check=False)
     staged = dict(re.findall(r"staged (\w+) as ([0-9a-f]{12})", done.stdout))
     if done.returncode != 0 or set(staged) != set(RELEASES):
         lacks = sorted(set(RELEASES) - set(staged))
-        raise HostError(f"staging ended with status {done.returncode}, without {lacks}:\n{done.stdout[-3000:]}{done.stderr}")
+        raise HostError(
+            f"staging ended with status {done.returncode}, without {lacks}:\n{done.stdout[-3000:]}{done.stderr}"
+        )
     return staged
 
 
 def _first_swap(host: Host, releases: dict[str, str]) -> None:
     """`baseline` by the front door, so that it is last good. A swap may forget old releases: these must all stay."""
     host.sh("rm -rf /opt/faults/releases; mkdir -p /opt/faults; cp -a /var/lib/swapgate/releases /opt/faults/releases")
-    host.sh("systemctl stop 'vllm-*' swapgate-swap.service; rm -rf /etc/systemd/system/vllm-* /etc/swapgate/variants "
-            "/var/lib/swapgate/state.json /var/lib/swapgate/history.jsonl /etc/fake_vllm.json; systemctl daemon-reload; "
-            "systemctl reset-failed; rm -f /etc/systemd/system/multi-user.target.wants/vllm-*", limit_s=120)
+    host.sh(
+        "systemctl stop 'vllm-*' swapgate-swap.service; rm -rf /etc/systemd/system/vllm-* /etc/swapgate/variants "
+        "/var/lib/swapgate/state.json /var/lib/swapgate/history.jsonl /etc/fake_vllm.json; systemctl daemon-reload; "
+        "systemctl reset-failed; rm -f /etc/systemd/system/multi-user.target.wants/vllm-*",
+        limit_s=120,
+    )
     host.sh(f"swapgate ask {releases['baseline']} --by prepare")
     end = time.monotonic() + 60
     while not host.swap().get("outcome"):
@@ -222,21 +246,30 @@ def prepare(name: str, say: Callable[[str], None]) -> Bed:
     ARTIFACTS.mkdir(parents=True, exist_ok=True)
     wheels = _wheels()
     fresh = name not in hosts.sandbox.known_names()
-    words = [sys.executable, str(REPO / "scripts/sandbox.py"), "up", name, "--ssh-port", str(SSH_PORT),
-             "--bind-ro", f"{wheels}:/opt/wheels-of-the-matrix"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)  # noqa: S603
+    words = [
+        sys.executable,
+        str(REPO / "scripts/sandbox.py"),
+        "up",
+        name,
+        "--ssh-port",
+        str(SSH_PORT),
+        "--bind-ro",
+        f"{wheels}:{SHELF}",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise HostError(f"sandbox {name}: exit {done.returncode}: {done.stderr}")
     host = Host(name)
     record = ARTIFACTS / f"{name}.json"
     known = json.loads(record.read_text()) if record.is_file() and not fresh else {}
-    engine = _digest(REPO / "tests/fake_vllm/vllm", REPO / "tests/fake_vllm/build_wheels.py")
+    engine = _digest(REPO / "tests/fake_vllm/vllm", REPO / "tests/fake_vllm/build_wheels.py") + str(CONFIG)
     program = _digest(REPO / "plugins", REPO / "roles/vllm_service", FOLDER / "prepare.yml", FOLDER / "bed.py")
     now = {"engine": engine, "program": program, "releases": known.get("releases", {})}
     if known.get("engine") != engine:
         say("installing the fake engine")
-        host.sh(f"test -d {MODEL} || python3 - {MODEL} 4096", given=(
-            REPO / "roles/model_cache/molecule/default/files/make_model.py").read_text())
+        maker = REPO / "roles/model_cache/molecule/default/files/make_model.py"
+        host.sh(f"python3 - {MODEL} 4096", given=maker.read_text())
+        host.write(f"{MODEL}/config.json", json.dumps(CONFIG) + "\n")
         _engines(host)
     if known.get("engine") != engine or known.get("program") != program:
         say("staging the host program and the releases")

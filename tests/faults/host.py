@@ -58,7 +58,7 @@ class Host:
         """Run a line of shell on the host; status 255 also when no answer came within the limit."""
         argv = [*self.ssh_argv(), "--", script]
         try:
-            return subprocess.run(  # noqa: S603 - our own commands
+            return subprocess.run(
                 argv, input=given or "", capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
             )
         except subprocess.TimeoutExpired:
@@ -69,7 +69,8 @@ class Host:
         done = self.run(script, given, limit_s)
         if done.returncode != 0:
             raise HostError(
-                f"on {self.name}: `{script}` ended with status {done.returncode}, expected 0:\n{done.stdout}{done.stderr}"
+                f"on {self.name}: `{script}` ended with status {done.returncode}, expected 0:\n"
+                f"{done.stdout}{done.stderr}"
                 f"Next: scripts/sandbox.py ssh {self.name}"
             )
         return done.stdout
@@ -97,7 +98,7 @@ class Host:
     def processes(self, unit: str = "") -> list[tuple[int, str, str]]:
         """(process id on this machine, command name, command line) of the host's processes, of one unit or all."""
         carriers = sandbox.container_processes(self.box.pid)
-        if len(carriers) < 3:  # noqa: PLR2004 - keeper, nspawn and the init inside
+        if len(carriers) < 3:
             return []
         inside = os.readlink(f"/proc/{carriers[2]}/ns/pid")
         found = []

@@ -2,8 +2,8 @@
 
     python3 look.py PORT [UNIT SINCE_MONOTONIC_S PATTERN]
 
-{"holders": {unit: [pid, ...]}, "enabled": [unit, ...], "active": [unit, ...], "lock_free": bool, "engine_strays": [str, ...],
- "swap_unit": str, "installed_ok": bool, "status": {...}, "line_at": s | null, "restarts": {unit: n}}
+{"holders": {unit: [pid, ...]}, "enabled": [unit, ...], "active": [unit, ...], "lock_free": bool,
+ "engine_strays": [str, ...], "swap_unit": str, "installed_ok": bool, "status": {...}, "line_at": s | null, "restarts": {unit: n}}
 ``line_at`` is when the journal of UNIT got its first line that matches PATTERN (monotonic seconds).
 """
 
@@ -25,14 +25,14 @@ def out(*words):
 
 def unit_of(pid):
     with contextlib.suppress(OSError):
-        found = re.findall(r"/([^/\n]+\.service)", pathlib.Path("/proc/{}/cgroup".format(pid)).read_text())
+        found = re.findall(r"/([^/\n]+\.service)", pathlib.Path(f"/proc/{pid}/cgroup").read_text())
         return found[0] if found else ""
     return ""
 
 
 def holders(port):
     found = {}
-    for pid in sorted(set(re.findall(r"pid=(\d+)", out("ss", "-Hltnp", "sport = :{}".format(port))))):
+    for pid in sorted(set(re.findall(r"pid=(\d+)", out("ss", "-Hltnp", f"sport = :{port}")))):
         found.setdefault(unit_of(pid), []).append(int(pid))
     return found
 
@@ -54,7 +54,7 @@ def strays(units):
         with contextlib.suppress(OSError):
             name = (entry / "comm").read_text().strip()
             if name.startswith("VLLM::") and unit_of(entry.name) not in units:
-                found.append("{} pid {}".format(name, entry.name))
+                found.append(f"{name} pid {entry.name}")
     return found
 
 
@@ -90,14 +90,25 @@ def main():
     units = sorted(path.name for path in UNITS.glob("vllm-*.service"))
     active = [unit for unit in units if out("systemctl", "is-active", unit).strip() not in ("inactive", "failed")]
     enabled = [unit for unit in units if out("systemctl", "is-enabled", unit).strip() == "enabled"]
-    print(json.dumps({
-        "holders": holders(int(sys.argv[1])), "enabled": enabled, "active": active, "lock_free": lock_free(),
-        "engine_strays": strays(units), "swap_unit": out("systemctl", "is-active", "swapgate-swap.service").strip(),
-        "installed_ok": installed_ok(known), "status": known,
-        "line_at": line_at(sys.argv[2], float(sys.argv[3]), sys.argv[4]) if len(sys.argv) > 4 else None,
-        "restarts": {unit: int(out("systemctl", "show", unit, "--property=NRestarts").strip().partition("=")[2] or 0)
-                     for unit in units},
-    }))
+    print(
+        json.dumps(
+            {
+                "holders": holders(int(sys.argv[1])),
+                "enabled": enabled,
+                "active": active,
+                "lock_free": lock_free(),
+                "engine_strays": strays(units),
+                "swap_unit": out("systemctl", "is-active", "swapgate-swap.service").strip(),
+                "installed_ok": installed_ok(known),
+                "status": known,
+                "line_at": line_at(sys.argv[2], float(sys.argv[3]), sys.argv[4]) if len(sys.argv) > 4 else None,
+                "restarts": {
+                    unit: int(out("systemctl", "show", unit, "--property=NRestarts").strip().partition("=")[2] or 0)
+                    for unit in units
+                },
+            }
+        )
+    )
 
 
 main()

@@ -27,9 +27,16 @@ MARK = {"baseline": "", "ngram": '"method":"ngram"', "baseline2": "--max-num-seq
 OUTCOMES = ("swapped", "unchanged", "refused", "rolled_back", "recovered", "failed")
 # Knobs of a bad start of the target, and how often nothing is wrong with it.
 BAD_STARTS: tuple[dict[str, Any], ...] = (
-    {"crash_at": "20%"}, {"crash_at": "90%"}, {"crash_at": "compile", "crash_with": "silent"}, {"crash_at": "50%", "exit_code": 0},
-    {"crash_at": "50%", "crash_signal": 9}, {"wrong_served_name": "x"}, {"die_on_first_completion": True},
-    {"die_after_ready_s": 1.0}, {"exit0_after_ready_s": 0.7}, {"crash_at": "70%", "orphan_workers": True},
+    {"crash_at": "20%"},
+    {"crash_at": "90%"},
+    {"crash_at": "compile", "crash_with": "silent"},
+    {"crash_at": "50%", "exit_code": 0},
+    {"crash_at": "50%", "crash_signal": 9},
+    {"wrong_served_name": "x"},
+    {"die_on_first_completion": True},
+    {"die_after_ready_s": 1.0},
+    {"exit0_after_ready_s": 0.7},
+    {"crash_at": "70%", "orphan_workers": True},
 )
 BLOWS = ("kill-swap", "kill-swap", "kill-swap", "stop-swap", "stop-unit", "power-cut", "reboot", "reload")
 BLOW_SHARE = 0.5
@@ -38,7 +45,7 @@ BAD_START_SHARE = 0.5
 
 def plan(chance: random.Random, number: int, serving: str) -> Row:
     """One random swap as a row."""
-    target = chance.choice([one for one in TARGETS if one != serving or chance.random() < 0.1])  # noqa: PLR2004
+    target = chance.choice([one for one in TARGETS if one != serving or chance.random() < 0.1])
     bad = chance.choice(BAD_STARTS) if chance.random() < BAD_START_SHARE else {}
     # `baseline` has no word of its own in its command line: the rule is for whatever is none of the others.
     rule = {"when": MARK[target] or "serve", **({} if MARK[target] else {"unless": MARK["ngram"]}), **bad}
@@ -50,12 +57,17 @@ def plan(chance: random.Random, number: int, serving: str) -> Row:
         phase = chance.choice(PHASES if not bad else (*PHASES[:8], *BACK_PHASES))
         blow = chance.choice(BLOWS)
         unit = beds.UNIT[target]
-        at[phase] = ({
-            "stop-swap": f"sh systemctl stop --no-block {SWAP_UNIT}", "stop-unit": f"sh systemctl stop --no-block {unit}",
-            "reload": "sh systemctl daemon-reload",
-        }.get(blow, blow),)
+        at[phase] = (
+            {
+                "stop-swap": f"sh systemctl stop --no-block {SWAP_UNIT}",
+                "stop-unit": f"sh systemctl stop --no-block {unit}",
+                "reload": "sh systemctl daemon-reload",
+            }.get(blow, blow),
+        )
     name = f"{number}: to {target}, {bad or 'sound'}, {at or 'undisturbed'}"
-    return Row(str(number), name, OUTCOMES, target=target, knobs=knobs, at=at, serves="last good", limit_s=90, settle_s=30)
+    return Row(
+        str(number), name, OUTCOMES, target=target, knobs=knobs, at=at, serves="last good", limit_s=90, settle_s=30
+    )
 
 
 def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
@@ -70,7 +82,7 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
         asked = time.monotonic()
         stage.asker = _asker(stage, row)
         old = bed.host.swap().get("id")
-        while bed.host.swap().get("id") == old and time.monotonic() - asked < 10:  # noqa: PLR2004
+        while bed.host.swap().get("id") == old and time.monotonic() - asked < 10:
             if stage.asker.poll() not in (None, 0):
                 break
             time.sleep(0.005)
@@ -80,7 +92,7 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
             follower.pending = []
             swap = follower.follow()
         stage.act("knobs {}")
-        _seen, misses = _settle(row, stage, asked)
+        _seen, misses = _settle(row, stage, asked, row.settle_s)
     finally:
         client.close()
         if stage.asker is not None:
@@ -90,7 +102,9 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
     if outcome not in OUTCOMES:
         misses.append(f"outcome {outcome}, expected one of {', '.join(OUTCOMES)}")
     if outcome == "failed":
-        misses.append(f"failed, although the last good variant could serve: {json.dumps(swap.get('rollback_cause'))[:300]}")
+        misses.append(
+            f"failed, although the last good variant could serve: {json.dumps(swap.get('rollback_cause'))[:300]}"
+        )
     if outcome not in ("swapped", "None") and now.get("release") != before.get("release"):
         misses.append(f"last good became {now.get('variant')} by a swap that ended {outcome}")
     if outcome == "swapped" and now.get("release") != bed.releases[row.target]:
@@ -100,7 +114,7 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
 
 def run(bed: beds.Bed, count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     """{"swaps", "seed", "outcomes": {outcome: n}, "misses": [{"swap", "outcome", "misses"}], "minutes"}."""
-    chance = random.Random(seed)  # noqa: S311 - faults, not secrets
+    chance = random.Random(seed)
     begun = time.monotonic()
     bed.reset(cold=True)
     keep = " ".join(f"! -name {bed.releases[label]}" for label in TARGETS)
@@ -121,5 +135,10 @@ def run(bed: beds.Bed, count: int, seed: int, say: Callable[[str], None]) -> dic
             for miss in misses:
                 say(f"       {miss}")
             bed.reset(cold=True)
-    return {"swaps": count, "seed": seed, "outcomes": dict(outcomes), "misses": broken,
-            "minutes": round((time.monotonic() - begun) / 60, 1)}
+    return {
+        "swaps": count,
+        "seed": seed,
+        "outcomes": dict(outcomes),
+        "misses": broken,
+        "minutes": round((time.monotonic() - begun) / 60, 1),
+    }

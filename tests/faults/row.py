@@ -10,14 +10,14 @@ from typing import Any
 class Row:
     """One fault and what must come of it.
 
-    Actions are strings, `VERB WORDS`, see actions.py. Triggers of ``at`` are a phase of the swap, `PHASE+SECONDS` into it,
-    or `end` (after the outcome). A row without a target asks for no swap.
+    Actions are strings, `VERB WORDS`, see actions.py. Triggers of ``at`` are a phase of the swap, `PHASE+SECONDS` into
+    it, or `end` (after the outcome). A row without a target asks for no swap.
     """
 
     id: str
     fault: str
-    # Outcomes that are right, of records.OUTCOMES. A row without a swap says what became of the service in the same words:
-    # unchanged (it serves), recovered (it serves again by itself), failed (it does not, and says so).
+    # Outcomes that are right, of records.OUTCOMES. A row without a swap says what became of the service in the same
+    # words: unchanged (it serves), recovered (it serves again by itself), failed (it does not, and says so).
     expect: tuple[str, ...]
     # A pattern that the record of the swap (or what refused it) must hold: the injected fault, by its name.
     cause: str = ""
@@ -30,10 +30,13 @@ class Row:
     before: tuple[str, ...] = ()
     at: dict[str, tuple[str, ...]] = field(default_factory=dict)
     after: tuple[str, ...] = ()
-    # When the fault happened: `ask`, `action` (the first of `at`), `start+S`, `probe+S`, or `line:PATTERN` of the journal.
+    # When the fault happened: `ask`, `action` (the first of `at`), `start+S`, `probe+S`, or `line:PATTERN`, the first
+    # such line in the journal of the target's unit.
     moment: str = "ask"
     # The label that must serve at the end, or "" when none can.
     serves: str = "baseline"
+    # The fault itself forbids a clean end (two units enabled, no room for the state): only who serves is looked at.
+    loose: bool = False
     # A pattern that the output of the row's actions must hold.
     says: str = ""
     # What is simulated at which boundary, because this kind of host cannot do it for real.

@@ -23,7 +23,9 @@ from typing import Any
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO), str(REPO / "collections")]
 
-from tests.faults import bed, host, random_swaps, report, rows, runner  # noqa: E402 - the path comes first
+from scripts import sandbox  # noqa: E402 - the path comes first
+from tests.faults import bed, host, random_swaps, report, rows, runner  # noqa: E402
+from tests.faults.row import Row  # noqa: E402
 
 RESULTS = REPO / ".artifacts/faults.json"
 PAGE = REPO / "docs/faults.md"
@@ -42,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def chosen(options: argparse.Namespace) -> list[rows.Row]:
+def chosen(options: argparse.Namespace) -> list[Row]:
     """The rows that the command line asks for. KeyError for an unknown id."""
     if options.row:
         return [rows.find(row_id) for row_id in options.row]
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     begun = time.monotonic()
     try:
         place = bed.prepare(options.host, lambda text: say(f"faults: {text}"))
-    except (host.HostError, host.sandbox.SandboxError) as error:
+    except (host.HostError, sandbox.SandboxError) as error:
         print(f"faults: the host cannot be prepared: {error}", file=sys.stderr)
         return 3
     say(f"faults: host ready after {time.monotonic() - begun:.0f} s, {len(wanted)} rows")

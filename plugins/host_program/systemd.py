@@ -49,6 +49,11 @@ def is_enabled(unit: str) -> bool:
     return systemctl("is-enabled", unit, check=False).strip() in ("enabled", "enabled-runtime")
 
 
+def going_down() -> bool:
+    """Whether the host shuts down: no unit can be started any more."""
+    return systemctl("is-system-running", check=False).strip() == "stopping"
+
+
 def verify(path: str) -> list[str]:
     """What systemd-analyze says about a unit file. It exits 0 on an unknown key, so its text counts, not its code.
 

@@ -398,6 +398,8 @@ class Swap:
         good = self.state["last_good"]
         self.swap["cause"] = cause
         self._may_lose_record = True
+        if self._left_to_boot():
+            return
         try:
             self.phase("rollback-stop")
             self.stop_all(self._stop_limit_s())
@@ -410,10 +412,18 @@ class Swap:
             self.bring_up(good["release"], "rollback-")
             systemd.enable_only(good["unit"], managed_units(self.layout))
         except (SwapFailed, *STEP_ERRORS) as error:
-            self.swap["rollback_cause"] = as_cause(error, self.swap["phase"])
-            self.end("failed", cause)
+            if not self._left_to_boot():
+                self.swap["rollback_cause"] = as_cause(error, self.swap["phase"])
+                self.end("failed", cause)
             return
         self.end(outcome, cause)
+
+    def _left_to_boot(self) -> bool:
+        """While the host goes down nothing can be started: the record stays unfinished, and `recover` settles it."""
+        down = systemd.going_down()
+        if down:
+            self.say("the host goes down; the swap is settled at boot")
+        return down
 
     def settle(self, why: str) -> None:
         """End a swap that something cut off: nothing was stopped yet, or it was committed, or it is rolled back."""

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import host as hosts
+from scripts import sandbox
+
 from .host import OTHER_PORT, PORT, REPO, SERVED, SSH_PORT, Host, HostError
 
 FOLDER = REPO / "tests/faults"
@@ -245,7 +246,7 @@ def prepare(name: str, say: Callable[[str], None]) -> Bed:
     """The bed on the sandbox of that name, made or brought up to date."""
     ARTIFACTS.mkdir(parents=True, exist_ok=True)
     wheels = _wheels()
-    fresh = name not in hosts.sandbox.known_names()
+    fresh = name not in sandbox.known_names()
     words = [
         sys.executable,
         str(REPO / "scripts/sandbox.py"),

@@ -12,15 +12,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO / "scripts"))
+from scripts import sandbox
 
-import sandbox  # noqa: E402 - the path comes first
+REPO = Path(__file__).resolve().parents[2]
 
 SSH_PORT = 2741
 PORT = 8741

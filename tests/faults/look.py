@@ -3,7 +3,8 @@
     python3 look.py PORT [UNIT SINCE_MONOTONIC_S PATTERN]
 
 {"holders": {unit: [pid, ...]}, "enabled": [unit, ...], "active": [unit, ...], "lock_free": bool,
- "engine_strays": [str, ...], "swap_unit": str, "installed_ok": bool, "status": {...}, "line_at": s | null, "restarts": {unit: n}}
+ "engine_strays": [str, ...], "swap_unit": str, "installed_ok": bool, "status": {...}, "line_at": s | null,
+ "restarts": {unit: n}}
 ``line_at`` is when the journal of UNIT got its first line that matches PATTERN (monotonic seconds).
 """
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from . import bed as beds
-from .actions import SWAP_UNIT, Missed
+from .actions import SWAP_UNIT, Missed, Stage
 from .host import HostError
 from .row import Row
 from .rows import BACK_PHASES, PHASES
-from .runner import Client, Follower, Stage, _asker, _settle
+from .runner import Client, Follower, ask, settle
 
 MANY = 200
 FEW = 10
@@ -80,7 +80,7 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
     try:
         follower = Follower(row, stage, client)
         asked = time.monotonic()
-        stage.asker = _asker(stage, row)
+        stage.asker = ask(stage, row)
         old = bed.host.swap().get("id")
         while bed.host.swap().get("id") == old and time.monotonic() - asked < 10:
             if stage.asker.poll() not in (None, 0):
@@ -92,7 +92,7 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
             follower.pending = []
             swap = follower.follow()
         stage.act("knobs {}")
-        _seen, misses = _settle(row, stage, asked, row.settle_s)
+        _seen, misses = settle(row, stage, asked, row.settle_s)
     finally:
         client.close()
         if stage.asker is not None:

@@ -21,8 +21,8 @@ the wall clock of the whole host, which a throwaway host shares with the machine
 """
 RESULT = (
     "{rows} rows, {missed} of them not as expected, {false_ready} false readies, the cause named in {cause_named}.\n"
-    "Noticed after {noticed_median_s} s (median), {noticed_most_s} s at most. Answered after {answered_median_s} s (median),\n"
-    "{answered_most_s} s at most. {minutes} minutes in all."
+    "Noticed after {noticed_median_s} s (median), {noticed_most_s} s at most. Answered after {answered_median_s} s\n"
+    "(median), {answered_most_s} s at most. {minutes} minutes in all."
 )
 
 
@@ -66,8 +66,8 @@ def page(results: Sequence[Result], swaps: dict[str, Any] | None, minutes: float
         counts = ", ".join(f"{count} {name}" for name, count in sorted(swaps["outcomes"].items()))
         lines += [
             "",
-            f"{swaps['swaps']} swaps with random faults at random steps (seed {swaps['seed']}, {swaps['minutes']} minutes): "
-            f"{counts}; {len(swaps['misses'])} broke a promise.",
+            f"{swaps['swaps']} swaps with random faults at random steps (seed {swaps['seed']}, "
+            f"{swaps['minutes']} minutes): {counts}; {len(swaps['misses'])} broke a promise.",
         ]
     heads = ("row", "fault", "expected", "outcome", "noticed s", "answered s", "cause as recorded")
     lines += ["", f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]

@@ -130,7 +130,7 @@ class Follower:
         return next((when for when, name in self.events if name == phase), None)
 
 
-def _asker(stage: Stage, row: Row) -> subprocess.Popen[str]:
+def ask(stage: Stage, row: Row) -> subprocess.Popen[str]:
     """The ssh of whoever asks. One that will be dropped stays to watch, as a person does."""
     ask = f"swapgate ask {stage.bed.releases.get(row.target, row.target)} --by matrix"
     stays = any("drop-ssh" in actions for actions in row.at.values())
@@ -187,7 +187,7 @@ def _end_misses(row: Row, stage: Stage, seen: dict[str, Any]) -> list[str]:
     return misses
 
 
-def _settle(row: Row, stage: Stage, since: float, limit_s: float) -> tuple[dict[str, Any], list[str]]:
+def settle(row: Row, stage: Stage, since: float, limit_s: float) -> tuple[dict[str, Any], list[str]]:
     """Look until all is as it must be, for at most that long."""
     end = time.monotonic() + limit_s
     while True:
@@ -252,7 +252,7 @@ def attempt(bed: beds.Bed, row: Row) -> Result:
         follower = Follower(row, stage, client)
         swap: dict[str, Any] = {}
         if row.target:
-            stage.asker = _asker(stage, row)
+            stage.asker = ask(stage, row)
             swap = follower.follow()
             if follower.pending and not swap.get("outcome") == "refused":
                 raise Missed(f"never came to {[one[0] for one in follower.pending]}; phases: {follower.events}")
@@ -262,7 +262,7 @@ def attempt(bed: beds.Bed, row: Row) -> Result:
             follower.acted_at = follower.acted_at or moment
         # After a wrong outcome the end will not come right by waiting.
         hope = not row.target or swap.get("outcome") is None or swap["outcome"] in row.expect
-        seen, end_misses = _settle(row, stage, asked, row.settle_s if hope else 1.0)
+        seen, end_misses = settle(row, stage, asked, row.settle_s if hope else 1.0)
         _judge(row, stage, follower, asked, swap, seen, end_misses, client, result)
     finally:
         if client is not None:

@@ -399,15 +399,16 @@ def _config_row(configs: list[dict[str, Any]], requests: list[list[str]], answer
 def _preflight_row(entries: dict[str, Any], answers: list[dict[str, Any]]) -> Row:
     caught, newer, notes = 0, 0, []
     for (name, entry), answer in zip(entries.items(), answers):
-        if not answer["ok"]:
+        said = f"accepted by vLLM {answer['version']}" if answer["ok"] else answer["error"]
+        if not answer["ok"] and entry["says"] in answer["error"]:
             caught += 1
-            notes.append(f"{name}: {answer['error'][:110]}")
+            notes.append(f"{name}: {said[:110]}")
         elif "since" in entry:
             newer += 1
-            notes.append(f"{name}: accepted by vLLM {answer['version']}: {entry['since']}")
+            notes.append(f"{name}: not this fault any more, {entry['since']} ({said[:80]})")
         else:
-            notes.append(f"{name}: NOT caught")
-    found = f"{caught} of {len(entries)}" + (f", {newer} no fault any more" if newer else "")
+            notes.append(f"{name}: NOT caught: {said[:110]}")
+    found = f"{caught} of {len(entries)}" + (f", {newer} no such fault any more" if newer else "")
     return Row("our preflight with the engine catches", found, "all", caught + newer == len(entries), tuple(notes))
 
 

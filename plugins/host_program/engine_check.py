@@ -23,6 +23,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 
 
@@ -58,11 +59,18 @@ def _last_line(text):
     return lines[-1] if lines else ""
 
 
+def _said(line):
+    """A line of a validation error without Pydantic's notes, but with the value that was found when that is a word."""
+    text, _, notes = line.partition(" [type=")
+    value = re.search(r"input_value=('[^']*'), input_type=str", notes)
+    return f"{text}, found {value.group(1)}" if value else text
+
+
 def _message(error):
     """One line for an exception: its type and what it says. Pydantic puts the field and its message on two lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "validation error" not in line and not line.startswith("For further")]
-    said = [line.split(" [type=")[0] for line in (telling or lines or ["no message"])]
+    said = [_said(line) for line in (telling or lines or ["no message"])]
     text = "{}: {}".format(*said[:2]) if len(said) > 1 and " " not in said[0] else said[0]
     return f"{type(error).__name__}: {text}"
 

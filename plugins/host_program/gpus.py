@@ -9,34 +9,37 @@ from typing import Any
 from ..module_utils import nvidia_smi
 
 LIMIT_S = 30.0
-FIELDS = "index,memory.used,memory.total,utilization.gpu,ecc.errors.uncorrected.volatile.total,pstate"
 # What passes by itself once the engine that serves is gone.
 PASSING = ("busy",)
 
 
-def _ask(query: str) -> str:
+def _ask(kind: str, fields: Sequence[str]) -> dict[str, Any]:
     try:
         done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv"],
+            ["nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             check=False,
             text=True,
             timeout=LIMIT_S,
         )
+        text = done.stdout
     except FileNotFoundError:
-        return "nvidia-smi: command not found"
+        text = "nvidia-smi: command not found"
     except subprocess.TimeoutExpired:
-        return f"nvidia-smi: no answer in {LIMIT_S:.0f} s"
-    return done.stdout
+        text = f"nvidia-smi: no answer in {LIMIT_S:.0f} s"
+    return nvidia_smi.parse_csv(text)
 
 
 def judge(indices: Sequence[int], busy_mib: float) -> dict[str, Any]:
     """nvidia_smi.judge over the GPUs with these indices; a GPU counts as busy from ``busy_mib`` on."""
-    report = nvidia_smi.parse_csv(_ask("--query-gpu=" + FIELDS))
-    holders = nvidia_smi.parse_csv(_ask("--query-compute-apps=gpu_uuid,pid,process_name,used_memory"))
+    report = _ask("gpu", nvidia_smi.QUERY)
+    if not report["gpus"]:  # an older driver refuses the whole query for one field that it does not know
+        report = _ask("gpu", nvidia_smi.QUERY_OLD)
+    holders = _ask("compute-apps", nvidia_smi.PROCESS_QUERY)
     report["gpus"] = [gpu for gpu in report["gpus"] if gpu.get("index") in indices]
-    report["processes"] = holders["processes"]
+    report["notices"] = report["notices"] + [item for item in holders["notices"] if item not in report["notices"]]
+    report.update({key: holders[key] for key in ("processes", "processes_known")})
     return nvidia_smi.judge(report, expected=len(indices), busy_mib=busy_mib)
 
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from ..module_utils import records, signatures
-from . import preflight, supervisor, systemd, transaction
+from . import installed, preflight, status, supervisor, systemd, transaction
 
 EPILOG = """exit codes:
   0  done (for `preflight`: the release may be swapped to)
@@ -37,7 +37,7 @@ def _supervise(layout: records.Layout, args: argparse.Namespace) -> int:
 
 
 def _preflight(layout: records.Layout, args: argparse.Namespace) -> int:
-    report = preflight.check(layout, args.release, transaction.managed_units(layout), lambda _: None)
+    report = preflight.check(layout, args.release, installed.managed_units(layout), lambda _: None)
     _answer(report)
     return 0 if report["ok"] else 1
 
@@ -94,11 +94,11 @@ def build_parser() -> argparse.ArgumentParser:
     recover = commands.add_parser("recover", help="settle at boot what the last boot cut off")
     recover.set_defaults(run=lambda layout, _args: transaction.recover(layout, _say))
 
-    status = commands.add_parser("status", help="what serves, what was last good, what a swap does; prints JSON")
-    status.set_defaults(run=lambda layout, _args: _answer(transaction.status(layout)))
+    show = commands.add_parser("status", help="what serves, what was last good, what a swap does; prints JSON")
+    show.set_defaults(run=lambda layout, _args: _answer(status.status(layout)))
 
     back = commands.add_parser("way-back", help="the release that a roll back would go to; prints JSON")
-    back.set_defaults(run=lambda layout, _args: _answer(transaction.way_back(layout)))
+    back.set_defaults(run=lambda layout, _args: _answer(status.way_back(layout)))
 
     history = commands.add_parser("history", help="all ended swaps, oldest first; prints a JSON list")
     history.set_defaults(run=lambda layout, _args: _answer(records.read_history(layout)))

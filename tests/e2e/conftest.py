@@ -121,7 +121,7 @@ def first_deploy(session_host: Host) -> Run:
 @pytest.fixture(scope="session")
 def staged(session_host: Host, first_deploy: Run) -> Host:
     """The host with the releases staged that tests swap to without a playbook."""
-    session_host.stage("baseline", "ngram", "quick_stall")
+    session_host.stage("baseline", "ngram", "quick_stall", "mistyped", "unknown_flag", "removed_flag", "crossed", "eagle3")
     return session_host
 
 

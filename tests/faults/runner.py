@@ -173,7 +173,7 @@ def _end_misses(row: Row, stage: Stage, seen: dict[str, Any]) -> list[str]:
             misses.append(f"port {PORT} is held by {seen['holders'] or 'nobody'}, expected {unit} alone")
         if seen["active"] != [unit]:
             misses.append(f"active units: {seen['active']}, expected {unit} alone")
-        if not seen["installed_ok"] and good == unit and not seen["status"].get("problem"):
+        if not seen["installed_ok"] and good == unit and row.expect != ("refused",):
             misses.append(f"the installed {unit} is not that of the last good release")
     if row.loose:
         return misses

@@ -142,6 +142,16 @@ def test_the_line_of_a_waiting_engine_moves_nothing():
     assert watch.snapshot(306.0)["stalled"]
 
 
+def test_a_line_that_was_printed_before_moves_nothing():
+    """A retry loop prints the same words for ever; a line with a new number is new."""
+    same, counting = load_watch.LoadWatch(None, 0.0), load_watch.LoadWatch(None, 0.0)
+    for step in range(40):
+        same.feed(CORE.format(1, "cannot reach the store yet"), 10.0 * step)
+        counting.feed(CORE.format(1, f"block {step} is placed"), 10.0 * step)
+    assert same.snapshot(390.0)["stalled"]
+    assert not counting.snapshot(390.0)["stalled"]
+
+
 def test_a_long_compilation_with_a_busy_processor_is_alive():
     """37 minutes without a line, the processor busy: alive; idle as well: stalled."""
     busy, idle = load_watch.LoadWatch(None, 0.0), load_watch.LoadWatch(None, 0.0)

@@ -1,0 +1,84 @@
+"""What serves, what was good, and how it went before. Reads only."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from typing import Any
+
+from ..module_utils import metrics, records, units
+from . import engine_api, systemd
+from .installed import managed_variants
+
+JsonDict = dict[str, Any]
+
+
+def status(layout: records.Layout) -> JsonDict:
+    """What serves, what was last good, what the current swap does. Reads only.
+
+    {"schema", "last_good", "swap", "units": [{"unit", "variant", "release", "active", "sub", "enabled",
+    "since": text, "load": load.json | null}], "acceptance": null | metrics.acceptance,
+    "usual_seconds_without_service": {variant: s}, "problem": null | str}
+    """
+    problem = None
+    try:
+        state = records.read_state(layout)
+    except records.RecordError as error:
+        state, problem = records.empty_state(), str(error)
+    found: list[JsonDict] = []
+    acceptance = None
+    for variant in managed_variants(layout):
+        now = systemd.show(
+            variant["unit"], "ActiveState", "SubState", "ActiveEnterTimestamp", "StatusText", "NRestarts"
+        )
+        text = (layout.units / variant["unit"]).read_text(encoding="utf-8")
+        found.append(
+            {
+                "unit": variant["unit"],
+                "variant": variant["name"],
+                "release": units.release_id(text, variant),
+                "active": now["ActiveState"],
+                "sub": now["SubState"],
+                "status": now.get("StatusText", ""),
+                "restarts": int(now.get("NRestarts") or 0),
+                "enabled": systemd.is_enabled(variant["unit"]),
+                "since": now.get("ActiveEnterTimestamp", ""),
+                "load": records.read_if_there(layout.unit_runtime(variant["unit"]) / "load.json"),
+            }
+        )
+        if now["ActiveState"] == "active":
+            with contextlib.suppress(engine_api.EngineError):
+                acceptance = metrics.acceptance(engine_api.samples(variant["bind"], variant["port"]))
+    return {
+        "schema": records.SCHEMA,
+        "last_good": state["last_good"],
+        "swap": state["swap"],
+        "units": found,
+        "acceptance": acceptance,
+        "usual_seconds_without_service": usual_seconds_without_service(layout),
+        "problem": problem,
+    }
+
+
+def way_back(layout: records.Layout) -> JsonDict:
+    """The release to go back to: the last good one when it does not serve, else the one that was good before it."""
+    state = records.read_state(layout)
+    good = state["last_good"]
+    if good and systemd.show(good["unit"], "ActiveState")["ActiveState"] != "active":
+        return {"variant": good["variant"], "release": good["release"]}
+    for swap in reversed(records.read_history(layout)):
+        before = swap["from"]
+        if swap["outcome"] == "swapped" and before and before["release"] != (good or {}).get("release"):
+            return {"variant": before["variant"], "release": before["release"]}
+    raise records.RecordError(
+        "no variant was good before {}. Deploy one by name.".format(good["variant"] if good else "now")
+    )
+
+
+def usual_seconds_without_service(layout: records.Layout) -> dict[str, float]:
+    """By variant, the median over this host's swaps to it."""
+    times: dict[str, list[float]] = {}
+    for swap in records.read_history(layout):
+        if swap["outcome"] == "swapped" and swap["seconds_without_service"] is not None:
+            times.setdefault(swap["to"]["variant"], []).append(swap["seconds_without_service"])
+    return {variant: statistics.median(values) for variant, values in times.items()}

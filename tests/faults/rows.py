@@ -402,8 +402,8 @@ REFUSED = [
         ("refused",),
         "running|lock",
         "32",
-        before=("bg lock exec flock /run/swapgate/swap.lock sleep 20", "sleep 0.5"),
-        after=("sh systemctl stop fault-lock",),
+        before=("bg lock exec flock /run/swapgate/swap.lock sleep 60", "sleep 0.5"),
+        at={"end": ("sh systemctl stop fault-lock",)},
     ),
     Row(
         "state-corrupt",
@@ -488,7 +488,7 @@ LOADS = [
         "crash-segfault",
         "a worker ends of a segmentation fault",
         ("rolled_back",),
-        "segmentation|SIGSEGV|signal 11",
+        "segfault|segmentation|SIGSEGV|signal 11",
         knobs=ngram(load_s=2, crash_at="60%", crash_with="segfault"),
         moment="line:egmentation|SIGSEGV",
         never_ready=True,
@@ -517,7 +517,7 @@ LOADS = [
         ("rolled_back",),
         "kv cache",
         knobs=ngram(load_s=2, crash_at="kv_cache", crash_with="kv_cache"),
-        moment="line:KV cache",
+        moment="line:No available memory|KV cache is (larger|needed)",
         never_ready=True,
     ),
     Row(

@@ -225,8 +225,13 @@ def _outcome(
             else "unchanged"
         ), ""
     if swap.get("outcome"):
-        problems = (swap.get("preflight") or {}).get("problems") or []
-        told = {"cause": swap.get("cause"), "rollback_cause": swap.get("rollback_cause"), "problems": problems}
+        # Without the lines around: the record must say it, not merely quote a page in which it stands.
+        causes = {key: swap.get(key) or {} for key in ("cause", "rollback_cause")}
+        told: dict[str, Any] = {
+            key: {part: text for part, text in cause.items() if part != "context" and text}
+            for key, cause in causes.items()
+        }
+        told["problems"] = (swap.get("preflight") or {}).get("problems") or []
         return str(swap["outcome"]), json.dumps(told, ensure_ascii=False)
     if asker is not None and asker.poll() not in (None, 0):
         return "refused", (asker.stderr.read() if asker.stderr else "").strip()

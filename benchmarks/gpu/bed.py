@@ -137,7 +137,7 @@ class Bed:
         model: Path | None = None,
         host: Mapping[str, Any] | None = None,
     ) -> JsonDict:
-        """The resolved variant ``name`` of the table, or of an entry of one's own; VariantError as on the controller."""
+        """The resolved variant ``name`` of the table, or of another entry; VariantError as on the controller."""
         table = self.files["variants"]["swapgate_variants"]
         if entry is not None:
             table = {**table, name: dict(entry)}

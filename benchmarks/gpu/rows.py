@@ -10,9 +10,9 @@ class Row(NamedTuple):
     """One configuration.
 
     ``expect`` is "accept" or "refuse". ``spec`` is the speculative config: a map goes through the resolver, a text is
-    put on the command line as it is. ``flags`` are added to the command line. ``change`` alters the model's config.json.
-    DRAFT in a text is a model folder that exists, NONE one that does not. ``must_say`` has to be in what refuses or, for
-    an accepted one, in the engine's notices or effective values.
+    put on the command line as it is. ``flags`` are added to the command line, ``change`` alters the model's
+    config.json. DRAFT in a text is a model folder that exists, NONE one that does not. ``must_say`` has to be in what
+    refuses or, for an accepted one, in the engine's notices or effective values.
     """
 
     name: str

@@ -25,6 +25,7 @@ from . import gpus, systemd
 
 ENGINE_CHECK_LIMIT_S = 600.0
 MIN_FREE_MIB = 1024
+EXCLUSION_DROPIN = "50-swapgate-exclusive.conf"
 ENGINE_MARKER = "swapgate-env.json"
 WEIGHT_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral", "hf")
 
@@ -54,18 +55,22 @@ def flag_value(argv: list[str], flag: str) -> str | None:
 
 
 def identity(variant: JsonDict, layout: records.Layout) -> JsonDict:
-    """What a release stands on besides its own text: engine build, model manifest, driver."""
+    """What a release stands on besides its own text: engine build, model manifest, drop-ins, driver."""
     venv = Path(variant["engine"]["venv"])
     marker = venv / ENGINE_MARKER
     # The folders of metadata carry every version: a virtualenv that was changed in place is another one.
     installed = sorted(folder.name for folder in venv.glob("lib/python*/site-packages/*.dist-info"))
     manifest = records.read_if_there(layout.manifests / (variant["model"]["name"] + ".json"))
     driver = Path("/sys/module/nvidia/version")
+    # Drop-ins of the administrator's own change a unit as much as its file does.
+    own = sorted((layout.units / (variant["unit"] + ".d")).glob("*.conf"))
+    dropins = [file.read_bytes() for file in own if file.name != EXCLUSION_DROPIN]
     return {
         "engine": hashlib.sha256(marker.read_bytes() + " ".join(installed).encode()).hexdigest()[:16]
         if marker.exists()
         else None,
         "model": manifest.get("id") if manifest else None,
+        "drop-ins": hashlib.sha256(b"\0".join(dropins)).hexdigest()[:16],
         "driver": driver.read_text(encoding="ascii").strip() if driver.exists() else None,
     }
 

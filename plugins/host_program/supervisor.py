@@ -48,9 +48,10 @@ MOVES_S = 10.0
 EXTENSION_US = 4000 * 1000 * 1000
 WORK_S = 3.0
 TAIL_LINES = 4000
-# A stop during a load: the engine swallows the first SIGTERM, the second ends it within about 10 s.
+# A stop during a load: the engine swallows the first SIGTERM, and the second ends it within about 10 s.
+LOADING_TERM_AGAIN_S = 3.0
 TERM_AGAIN_S = 10.0
-KILL_S = 20.0
+KILL_AFTER_S = 10.0
 # What the engine needs beyond its own drain limit before it counts as hung.
 TEARDOWN_S = 10.0
 PROBE_LIMIT_S = 60.0
@@ -222,7 +223,8 @@ class Supervisor:
             self._notice_work(now)
         snapshot = self.watch.snapshot(now)
         if snapshot["stalled"]:
-            self._fail("the load stalled: " + snapshot["evidence"], "unknown", LOAD_TOO_LONG)
+            hung = "the server listens, but a completion had no answer; " if self.probe or self.probe_error else ""
+            self._fail(f"the load stalled: {hung}{snapshot['evidence']}", "unknown", LOAD_TOO_LONG)
             self._end(now)
             return
         if snapshot["elapsed_s"] > self.variant["load_timeout_s"]:
@@ -318,11 +320,11 @@ class Supervisor:
     def _press(self, now: float) -> None:
         """TERM, TERM again, KILL: each when the one before had its time, and not before the drain had its."""
         assert self.child is not None
-        patience = 0.0
-        if self.ready_after_s is not None and self.failure is None:
-            patience = float(self.variant["drain_timeout_s"]) + TEARDOWN_S - TERM_AGAIN_S
+        again = LOADING_TERM_AGAIN_S
+        if self.ready_after_s is not None:
+            again = TERM_AGAIN_S if self.failure else float(self.variant["drain_timeout_s"]) + TEARDOWN_S
         waited = now - (self.stop_asked or now)
-        due = [(0.0, signal.SIGTERM), (patience + TERM_AGAIN_S, signal.SIGTERM), (patience + KILL_S, signal.SIGKILL)]
+        due = [(0.0, signal.SIGTERM), (again, signal.SIGTERM), (again + KILL_AFTER_S, signal.SIGKILL)]
         if self.signals_sent < len(due) and waited >= due[self.signals_sent][0]:
             number = due[self.signals_sent][1]
             self.signals_sent += 1

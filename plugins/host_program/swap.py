@@ -33,7 +33,6 @@ SOAK_PROBE_LIMIT_S = 30.0
 SOAK_FAILURES = 2
 # What any step can end with besides SwapFailed.
 STEP_ERRORS = (systemd.SystemdError, records.RecordError, OSError, subprocess.SubprocessError, KeyError)
-DROPIN = "50-swapgate-exclusive.conf"
 
 
 class SwapFailed(Exception):
@@ -121,7 +120,7 @@ class Swap:
         records.write_json(self.layout.variants / (variant["name"] + ".json"), variant)
         shares = units.exclusions(managed_variants(self.layout))
         for unit, others in shares.items():
-            dropin = self.layout.units / (unit + ".d") / DROPIN
+            dropin = self.layout.units / (unit + ".d") / preflight.EXCLUSION_DROPIN
             text = units.exclusion_dropin(others)
             if not dropin.exists() or dropin.read_text(encoding="utf-8") != text:
                 records.write_atomic(dropin, text)
@@ -501,7 +500,7 @@ class Swap:
         changed = self._changed_below(good, variant)
         if changed:
             raise SwapFailed(
-                f"the way back is not sound: the {changed} under '{name}' changed since it last served",
+                f"the way back is not sound: '{name}' last served on another {changed}",
                 "host",
                 remedy=again,
             )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,15 +18,14 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from throwaway import BASELINE, ROOT, Host, Run, destroy_sandbox, make_sandbox
+from throwaway import BASELINE, ROOT, Host, Run, destroy_sandbox, free_port, make_sandbox
 
 VERSIONS = ("0.32.0", "0.31.0", "0.26.0", "0.16.0", "0.10.0")
 WHEELS = ROOT / ".artifacts/e2e-wheels"
 MODEL = "/srv/models/tiny"
 KEEP = bool(os.environ.get("SWAPGATE_E2E_KEEP"))
-FIRST_PORT = 8731
 WIPE = (
-    "systemctl stop foreign.service 'vllm-*' swapgate-swap.service 2>/dev/null; rm -rf /etc/swapgate /var/lib/swapgate "
+    "systemctl stop swapgate-swap.service 2>/dev/null; systemctl stop 'vllm-*' foreign.service 2>/dev/null; rm -rf /etc/swapgate /var/lib/swapgate "
     "/usr/local/lib/swapgate /usr/local/bin/swapgate /etc/systemd/system/vllm-* /run/systemd/system/vllm-* "
     "/etc/systemd/system/multi-user.target.wants/vllm-* /etc/systemd/system/*/swapgate-* "
     "/etc/systemd/system/swapgate-* /run/swapgate /opt/swapgate/engines /etc/fake_vllm.json /var/lib/vllm; "
@@ -42,6 +40,7 @@ def variants() -> dict[str, Any]:
     ngram = table["ngram"]["speculative_config"]
     own = {
         "quick_stall": {"stall_timeout_s": 4, "engine_args": {"max-num-seqs": 7}},
+        "hasty": {"load_timeout_s": 12, "engine_args": {"max-num-seqs": 9}},
         "older": {"engine_version": "0.31.0"},
         "holes": {"engine_version": "0.16.0"},
         "ancient": {"engine_version": "0.10.0"},
@@ -79,19 +78,6 @@ def inventory(folder: Path, port: int) -> Path:
     return folder
 
 
-def free_port() -> int:
-    """A loopback port that nobody listens on: the sandbox shares this machine's network."""
-    for port in range(FIRST_PORT, FIRST_PORT + 50):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 49}")
-
-
 @pytest.fixture(scope="session")
 def session_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The host, booted, with wheels and a model on it and nothing of swapgate."""
@@ -121,7 +107,8 @@ def first_deploy(session_host: Host) -> Run:
 @pytest.fixture(scope="session")
 def staged(session_host: Host, first_deploy: Run) -> Host:
     """The host with the releases staged that tests swap to without a playbook."""
-    session_host.stage("baseline", "ngram", "quick_stall", "mistyped", "unknown_flag", "removed_flag", "crossed", "eagle3")
+    names = "baseline ngram quick_stall hasty mistyped unknown_flag removed_flag crossed eagle3"
+    session_host.stage(*names.split())
     return session_host
 
 

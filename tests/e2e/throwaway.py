@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 SANDBOX = [str(BIN / "python"), str(ROOT / "scripts/sandbox.py")]
 KNOBS = "/etc/fake_vllm.json"
+FIRST_PORT = 8731
 BASELINE, NGRAM = "vllm-tiny.service", "vllm-tiny-ngram.service"
 PROGRESS = re.compile(r"^\s*\S+ \| [a-z0-9_-]+ \| [a-z -]+( \||$)")
 
@@ -312,13 +314,13 @@ class Host:
 
     # --- the engine ------------------------------------------------------------------------------------------------
 
-    def complete(self, key: str | None = None, tokens: int = 12, limit_s: float = 20, path: str = "/v1/completions",
-                 prompt: str = "one two three one two three one two") -> tuple[int, str]:
+    def complete(self, key: str | None = None, tokens: int = 12, limit_s: float = 20,
+                 prompt: str = "one two three one two three one two", model: str = "tiny") -> tuple[int, str]:
         """Ask the engine for a completion; returns the HTTP status and the text (or the error's body)."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         request = urllib.request.Request(  # noqa: S310 - loopback, plain HTTP
-            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), headers)
+            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=limit_s) as answer:  # noqa: S310
                 return answer.status, str(json.load(answer)["choices"][0]["text"])
@@ -341,6 +343,19 @@ class Host:
     def deploy(self, variant: str, *options: str, **variables: Any) -> Run:
         """`ansible-playbook playbooks/deploy.yml -e variant=...`."""
         return self.ansible("playbooks/deploy.yml", *options, variant=variant, **variables)
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on: the sandbox shares this machine's network."""
+    for port in range(FIRST_PORT, FIRST_PORT + 50):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 49}")
 
 
 def make_sandbox(name: str, binds: list[str], fresh: bool) -> dict[str, Any]:

@@ -91,6 +91,15 @@ class Host:
         """The swap of the state file; {} when there is none."""
         return self.state().get("swap") or {}
 
+    def load_failed(self, unit: str) -> bool:
+        """Whether the supervisor of a unit has said that its load failed."""
+        carriers = sandbox.container_processes(self.box.pid)
+        path = Path(f"/proc/{carriers[-1]}/root/run/swapgate/{unit.removesuffix('.service')}/load.json")
+        try:
+            return json.loads(path.read_text(encoding="utf-8")).get("failure") is not None
+        except (OSError, ValueError, AttributeError):
+            return False
+
     # --- its processes ---------------------------------------------------------------------------------------------
 
     def processes(self, unit: str = "") -> list[tuple[int, str, str]]:

@@ -24,6 +24,9 @@ TARGET_PHASES = ("install", "free", "start", "watch", "probe", "soak", "commit")
 # After the target's READY was believed.
 READY_PHASES = ("soak", "commit")
 GONE_S = 5.0
+LOOK_EVERY_S = 0.1
+# The event of the supervisor saying that the load failed; the roll back begins when the engine has been ended.
+NOTICED = "load failed"
 
 
 @dataclass
@@ -55,6 +58,11 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """The result for the JSON file."""
         return {**asdict(self), "ok": self.ok}
+
+
+def unit_of(label: str) -> str:
+    """The unit of the release with that label."""
+    return beds.UNIT.get(label, f"vllm-tiny-{label}.service")
 
 
 class Client:
@@ -99,6 +107,7 @@ class Follower:
         """Until the swap has an outcome, or the asking failed, or nobody works on it any more. Returns the SWAP."""
         end = time.monotonic() + self.row.limit_s
         last, since, idle_since = None, time.monotonic(), time.monotonic()
+        looked = 0.0
         while time.monotonic() < end:
             swap = self.stage.host.swap()
             phase, now = swap.get("phase"), time.monotonic()
@@ -113,6 +122,10 @@ class Follower:
                     moment = self.stage.act(action)
                     self.acted_at = self.acted_at or moment
                 idle_since = time.monotonic()
+            if phase == "watch" and now - looked > LOOK_EVERY_S and not self.began(NOTICED):
+                looked = now
+                if self.stage.host.load_failed(unit_of(self.row.target)):
+                    self.events.append((now, NOTICED))
             asker = self.stage.asker
             if swap.get("outcome"):
                 return swap
@@ -143,7 +156,7 @@ def ask(stage: Stage, row: Row) -> subprocess.Popen[str]:
 
 
 def _look(host: Host, row: Row, since: float) -> dict[str, Any]:
-    unit = beds.UNIT.get(row.target, f"vllm-tiny-{row.target}.service")
+    unit = unit_of(row.target)
     pattern = row.moment.partition("line:")[2]
     more = f" {unit} {since:.3f} '{pattern}'" if pattern else ""
     done = host.run(f"python3 /opt/faults/look.py {PORT}{more}", limit_s=30)
@@ -165,7 +178,7 @@ def _end_misses(row: Row, stage: Stage, seen: dict[str, Any]) -> list[str]:
         if row.serves != "last good"
         else stage.bed.label_of((seen["status"].get("last_good") or {}).get("release", ""))
     )
-    unit = beds.UNIT.get(serves, f"vllm-tiny-{serves}.service") if serves else None
+    unit = unit_of(serves) if serves else None
     if unit:
         if stage.host.complete() is None:
             misses.append(f"no completion on port {PORT}, expected one by {unit}")
@@ -323,7 +336,7 @@ def _judge(
         if not -0.01 <= spent <= row.limit_s:
             result.misses.append(f"phase {name} took {spent} s by the record")
     moment = _moment(row, follower, asked, seen)
-    ends = [when for when, name in follower.events if name == "rollback-stop" or name in row.expect]
+    ends = [when for when, name in follower.events if name in ("rollback-stop", NOTICED) or name in row.expect]
     noticed = next((when for when in sorted(ends) if when >= moment - 0.6), None)
     if noticed is not None and result.outcome != "swapped":
         result.noticed_s = round(max(0.0, noticed - moment), 1)

@@ -43,9 +43,9 @@ STAGES: dict[str, list[Command]] = {
     "unit": [pytest("tests/unit", "tests/golden")],
     "cases": [tool("python", "scripts/cases.py")],
     "molecule": [tool("molecule", "test", folder=ROOT / "roles" / role) for role in ROLES],
-    "e2e": [pytest("tests/e2e", "-m", "not engine")],
+    "e2e": [pytest("tests/e2e")],
     "faults": [pytest("tests/faults")],
-    "engine": [pytest("tests/e2e", "tests/engine", "-m", "engine")],
+    "engine": [pytest("tests/engine")],
 }
 
 

@@ -58,12 +58,20 @@ def inventory(folder: Path, port: int) -> Path:
     """An inventory folder with what the tests' host serves."""
     values = {
         "swapgate_model": "tiny",
-        "swapgate_models": {"tiny": {
-            "path": MODEL, "served_name": "tiny", "max_model_len": 2048,
-            "drafts": {name: f"/srv/models/tiny-{name}" for name in ("eagle3", "medusa", "draft_model")},
-        }},
-        "swapgate_host": {"engine": {"package": "vllm", "version": VERSIONS[0]}, "gpus": [], "port": port,
-                          "free_timeout_s": 10},
+        "swapgate_models": {
+            "tiny": {
+                "path": MODEL,
+                "served_name": "tiny",
+                "max_model_len": 2048,
+                "drafts": {name: f"/srv/models/tiny-{name}" for name in ("eagle3", "medusa", "draft_model")},
+            }
+        },
+        "swapgate_host": {
+            "engine": {"package": "vllm", "version": VERSIONS[0]},
+            "gpus": [],
+            "port": port,
+            "free_timeout_s": 10,
+        },
         "swapgate_variants": variants(),
         "allow_disruption": True,
         "python_env_find_links": ["/opt/wheels-of-the-site"],
@@ -83,7 +91,7 @@ def session_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The host, booted, with wheels and a model on it and nothing of swapgate."""
     WHEELS.mkdir(parents=True, exist_ok=True)
     build = [sys.executable, str(ROOT / "tests/fake_vllm/build_wheels.py"), str(WHEELS), *VERSIONS]
-    subprocess.run(build, check=True, capture_output=True)  # noqa: S603
+    subprocess.run(build, check=True, capture_output=True)
     sandbox = make_sandbox("e2e", [f"{WHEELS}:/opt/wheels-of-the-site"], fresh=not KEEP)
     host = Host("e2e", sandbox, Path(), 0)
     host.sh(WIPE)

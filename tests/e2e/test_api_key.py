@@ -20,8 +20,10 @@ def test_the_key_is_needed_and_can_be_read_nowhere(host: Host) -> None:
 
         asked = f"systemctl show {BASELINE}; systemctl cat {BASELINE}; ps axww -o args; journalctl --no-pager"
         assert KEY not in host.sh(f"runuser -u nobody -- sh -c '{asked}' 2>&1; {asked}", limit_s=60)
-        for found in host.sh("find /etc /var /run /opt /usr/local /srv /tmp /home -xdev -type f -size -4M "
-                             f"-exec grep -lF {KEY} {{}} + 2>/dev/null || true").split():
+        for found in host.sh(
+            "find /etc /var /run /opt /usr/local /srv /tmp /home -xdev -type f -size -4M "
+            f"-exec grep -lF {KEY} {{}} + 2>/dev/null || true"
+        ).split():
             assert host.run(f"runuser -u nobody -- cat {found}").returncode != 0, f"nobody can read the key in {found}"
         assert host.sh(f"stat -c '%U %a' {FILE}") == "root 600"
         environ = host.sh(f"pgrep -f 'bin/vllm serve' | head -1; tr '\\0' '\\n' < /proc/{host.pid(BASELINE)}/environ")

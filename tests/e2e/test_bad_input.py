@@ -30,15 +30,26 @@ def test_no_variant_at_all(host: Host) -> None:
     one_error(run, "-e variant=NAME")
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"ngram": {"extends": "baseline", "speculativ_config": {}}},
-     ["variant 'ngram': unknown key 'speculativ_config'.", "Did you mean 'speculative_config'?"]),
-    ({"ngram": {"extends": "baseline", "soak_s": "a while"}}, ["variant 'ngram'", "soak_s"]),
-    ({"ngram": {"extends": "baseline", "engine_args": {"max-num-seqs": [[1]]}}}, ["max-num-seqs", "strings or numbers"]),
-    ({"ngram": {"extends": "base"}}, ["variant 'base' does not exist.", "named by `extends` of variant 'ngram'"]),
-    ({"second": {"description": "also a base"}},
-     ["'baseline' and 'second' would both be vllm-tiny.service", "Add `extends`"]),
-], ids=["unknown key", "wrong type", "wrong flag value", "unknown base", "two without extends"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"ngram": {"extends": "baseline", "speculativ_config": {}}},
+            ["variant 'ngram': unknown key 'speculativ_config'.", "Did you mean 'speculative_config'?"],
+        ),
+        ({"ngram": {"extends": "baseline", "soak_s": "a while"}}, ["variant 'ngram'", "soak_s"]),
+        (
+            {"ngram": {"extends": "baseline", "engine_args": {"max-num-seqs": [[1]]}}},
+            ["max-num-seqs", "strings or numbers"],
+        ),
+        ({"ngram": {"extends": "base"}}, ["variant 'base' does not exist.", "named by `extends` of variant 'ngram'"]),
+        (
+            {"second": {"description": "also a base"}},
+            ["'baseline' and 'second' would both be vllm-tiny.service", "Add `extends`"],
+        ),
+    ],
+    ids=["unknown key", "wrong type", "wrong flag value", "unknown base", "two without extends"],
+)
 def test_a_table_that_cannot_be_meant(host: Host, change: dict[str, object], said: list[str]) -> None:
     before = host.picture()
     run = host.deploy("ngram", swapgate_variants={**host.inventory_variants(), **change})
@@ -51,15 +62,24 @@ def test_a_host_that_cannot_be_reached(host: Host, tmp_path: Path) -> None:
     file.write_text("---\nvllm_hosts:\n  hosts:\n    nobody:\n      ansible_host: 127.0.0.1\n      ansible_port: 9\n")
     run = host.ansible("playbooks/deploy.yml", "-i", str(file), "--limit", "nobody", variant="baseline")
     assert run.code == 4, run.text
-    assert run.recap() == {"ok": run.recap()["ok"], "changed": 0, "unreachable": 1, "failed": 0, "skipped": 0,
-                           "rescued": 0, "ignored": 0}
+    assert run.recap() == {
+        "ok": run.recap()["ok"],
+        "changed": 0,
+        "unreachable": 1,
+        "failed": 0,
+        "skipped": 0,
+        "rescued": 0,
+        "ignored": 0,
+    }
     assert "Connection refused" in run.flat
 
 
 def test_without_root(host: Host) -> None:
     before = host.picture()
-    host.sh("id operator >/dev/null 2>&1 || useradd --create-home operator; install -d -o operator -m 700 "
-            "/home/operator/.ssh && install -o operator -m 600 /root/.ssh/authorized_keys /home/operator/.ssh/")
+    host.sh(
+        "id operator >/dev/null 2>&1 || useradd --create-home operator; install -d -o operator -m 700 "
+        "/home/operator/.ssh && install -o operator -m 600 /root/.ssh/authorized_keys /home/operator/.ssh/"
+    )
     run = host.deploy("ngram", ansible_user="operator", ansible_become=False)
     one_error(run, "root")
     assert run.recap()["failed"] == 1

@@ -44,8 +44,11 @@ def test_rolled_back_is_1(host: Host) -> None:
 
 def test_refused_is_2(host: Host) -> None:
     before = host.picture()
-    for words, said in ((("ngrm",), "variant 'ngrm' does not exist"), (("mistyped", "--preflight"), "ngramm"),
-                        (("ngram", "-e", "nonsense"), "expected KEY=VALUE")):
+    for words, said in (
+        (("ngrm",), "variant 'ngrm' does not exist"),
+        (("mistyped", "--preflight"), "ngramm"),
+        (("ngram", "-e", "nonsense"), "expected KEY=VALUE"),
+    ):
         run = deploy(host, *words).wait()
         assert run.code == 2, run.text[-3000:]
         assert said in run.flat, run.text[-3000:]

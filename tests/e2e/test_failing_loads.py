@@ -34,7 +34,9 @@ def test_the_playbook_tells_the_cause_within_seconds(host: Host) -> None:
     assert "236 retries left" not in run.text and "FAILED - RETRYING" not in run.text
     check_back(host)
     status = host.ansible("playbooks/status.yml")
-    assert re.search(r"sandbox: ngram, (inactive|failed).* last failure: .*CUDA out of memory", status.flat), status.text
+    assert re.search(r"sandbox: ngram, (inactive|failed).* last failure: .*CUDA out of memory", status.flat), (
+        status.text
+    )
 
 
 CASES = {
@@ -73,7 +75,9 @@ def test_a_stalled_load_ends_at_its_own_limit(host: Host) -> None:
     check_back(host)
 
 
-@pytest.mark.parametrize(("knob", "cause"), [("empty_answer", "without a token"), ("completions_hang", "load_timeout_s")])
+@pytest.mark.parametrize(
+    ("knob", "cause"), [("empty_answer", "without a token"), ("completions_hang", "load_timeout_s")]
+)
 def test_an_engine_that_listens_and_does_not_answer(host: Host, knob: str, cause: str) -> None:
     with host.knobs(variants=[{"when": "--max-num-seqs 9", knob: True}]):
         swap = host.swap("hasty")
@@ -88,16 +92,19 @@ def test_a_port_that_is_taken_in_mid_swap(host: Host) -> None:
     """The port is free at preflight and taken once the old engine let go of it."""
     with host.knobs(variants=[{"when": "--port", "stop_s": 3}]):
         host.restart_baseline()
-        host.write("/opt/grab.py", (
-            "import socket, time\n"
-            "while True:\n"
-            "    s = socket.socket()\n"
-            "    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
-            "    try:\n"
-            f"        s.bind(('127.0.0.1', {host.port})); s.listen(); break\n"
-            "    except OSError: time.sleep(0.02)\n"
-            "time.sleep(15)\n"
-        ))
+        host.write(
+            "/opt/grab.py",
+            (
+                "import socket, time\n"
+                "while True:\n"
+                "    s = socket.socket()\n"
+                "    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+                "    try:\n"
+                f"        s.bind(('127.0.0.1', {host.port})); s.listen(); break\n"
+                "    except OSError: time.sleep(0.02)\n"
+                "time.sleep(15)\n"
+            ),
+        )
         host.sh("systemd-run --quiet --collect --unit=foreign python3 /opt/grab.py")
         swap = host.swap("ngram", limit_s=120)
         host.sh("systemctl stop foreign.service; rm -f /opt/grab.py")

@@ -49,7 +49,9 @@ def test_swap_to_ngram_status_history_and_back(host: Host) -> None:
 
     status = host.ansible("playbooks/status.yml")
     assert status.code == 0
-    assert re.search(r"sandbox: ngram, active \(running\), since .*, loaded in \d+ s, starts at boot, last good", status.flat)
+    assert re.search(
+        r"sandbox: ngram, active \(running\), since .*, loaded in \d+ s, starts at boot, last good", status.flat
+    )
     assert re.search(r"\d+ % of \d+ draft tokens accepted, acceptance length \d+\.\d+", status.flat), status.text
     assert re.search(r"sandbox: baseline, inactive", status.flat)
 

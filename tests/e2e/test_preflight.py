@@ -19,13 +19,16 @@ def test_a_good_variant_passes_and_is_not_swapped_to(host: Host) -> None:
     assert host.picture() == before
 
 
-@pytest.mark.parametrize(("variant", "said"), [
-    ("mistyped", ["engine's own parser", "ngramm"]),
-    ("unknown_flag", ["engine's own parser", "unrecognized arguments: --no-such-flag 1"]),
-    ("crossed", ["prompt_lookup_min", "prompt_lookup_max"]),
-    ("removed_flag", ["--disable-log-requests", "0.32.0", "no-enable-log-requests"]),
-    ("eagle3", ["/srv/models/tiny-eagle3", "drafts"]),
-])
+@pytest.mark.parametrize(
+    ("variant", "said"),
+    [
+        ("mistyped", ["engine's own parser", "ngramm"]),
+        ("unknown_flag", ["engine's own parser", "unrecognized arguments: --no-such-flag 1"]),
+        ("crossed", ["prompt_lookup_min", "prompt_lookup_max"]),
+        ("removed_flag", ["--disable-log-requests", "0.32.0", "no-enable-log-requests"]),
+        ("eagle3", ["/srv/models/tiny-eagle3", "drafts"]),
+    ],
+)
 def test_a_bad_variant_is_named_and_nothing_is_touched(host: Host, variant: str, said: list[str]) -> None:
     before = host.picture()
     report = host.run(f"/usr/local/bin/swapgate preflight {host.releases[variant]}")
@@ -85,8 +88,10 @@ def test_a_foreign_process_on_the_port_is_named(host: Host) -> None:
 def test_a_hand_edited_unit_does_not_pass_for_the_release(host: Host) -> None:
     """Drift is not adopted: `unchanged` would keep it for ever, so the release is put back in place and restarted."""
     pid = host.pid("vllm-tiny.service")
-    host.sh("sed -i 's/^Environment=\"HOME=.*/&\\nEnvironment=\"EDITED=by-hand\"/' /etc/systemd/system/vllm-tiny.service "
-            "&& systemctl daemon-reload")
+    host.sh(
+        'sed -i \'s/^Environment="HOME=.*/&\\nEnvironment="EDITED=by-hand"/\' /etc/systemd/system/vllm-tiny.service '
+        "&& systemctl daemon-reload"
+    )
     assert "EDITED" in host.sh("systemctl cat vllm-tiny.service")
     swap = host.swap("baseline")
     assert swap["outcome"] == "swapped"
@@ -99,7 +104,7 @@ def test_a_hand_edited_unit_does_not_pass_for_the_release(host: Host) -> None:
 def test_a_hand_edited_release_is_refused(host: Host) -> None:
     folder = f"/var/lib/swapgate/releases/{host.releases['ngram']}"
     before = host.picture()
-    host.sh(f"cp {folder}/variant.json /tmp/kept && sed -i 's/\"port\": [0-9]*/\"port\": 1/' {folder}/variant.json")
+    host.sh(f'cp {folder}/variant.json /tmp/kept && sed -i \'s/"port": [0-9]*/"port": 1/\' {folder}/variant.json')
     try:
         done = host.run(f"/usr/local/bin/swapgate ask {host.releases['ngram']}")
         assert done.returncode == 2

@@ -23,8 +23,17 @@ WRONG = {
     "mistyped": ({"speculative_config": {"method": "ngramm", "num_speculative_tokens": 5}}, ["ngramm", "'ngram'"]),
     "removed": ({"engine_args": {"disable-log-requests": True}}, ["--disable-log-requests", "no-enable-log-requests"]),
     "unknown": ({"engine_args": {"no-such-flag": 1}}, ["unrecognized arguments", "--no-such-flag"]),
-    "crossed": ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 5,
-                                        "prompt_lookup_max": 4}}, ["prompt_lookup_m"]),
+    "crossed": (
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 5,
+                "prompt_lookup_min": 5,
+                "prompt_lookup_max": 4,
+            }
+        },
+        ["prompt_lookup_m"],
+    ),
 }
 
 

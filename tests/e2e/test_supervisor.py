@@ -18,13 +18,25 @@ ENGINE = "bin/vllm serve"
 
 def start_anew(host: Host) -> None:
     """Stop `baseline` and ask for its start, without waiting for it."""
-    host.sh(f"systemctl stop {BASELINE}; systemctl reset-failed {BASELINE} 2>/dev/null; "
-            f"systemctl start --no-block {BASELINE}", limit_s=90)
+    host.sh(
+        f"systemctl stop {BASELINE}; systemctl reset-failed {BASELINE} 2>/dev/null; "
+        f"systemctl start --no-block {BASELINE}",
+        limit_s=90,
+    )
 
 
 def await_state(host: Host, state: str, limit_s: float = 40) -> dict[str, str]:
     """Wait until the unit is in that ActiveState; returns what systemd says of it then."""
-    names = ("ActiveState", "SubState", "Result", "NRestarts", "ExecMainStatus", "ExecMainCode", "StatusText", "MainPID")
+    names = (
+        "ActiveState",
+        "SubState",
+        "Result",
+        "NRestarts",
+        "ExecMainStatus",
+        "ExecMainCode",
+        "StatusText",
+        "MainPID",
+    )
     shown: dict[str, str] = {}
 
     def there() -> bool:
@@ -43,7 +55,7 @@ def processes(host: Host) -> list[int]:
 def health(host: Host) -> int:
     """The status of /health, 0 when nobody answers."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{host.port}/health", timeout=2) as answer:  # noqa: S310
+        with urllib.request.urlopen(f"http://127.0.0.1:{host.port}/health", timeout=2) as answer:
             return int(answer.status)
     except OSError:
         return 0
@@ -63,8 +75,11 @@ def test_ready_only_after_a_completion(host: Host) -> None:
     with host.knobs(load_s=8):
         start_anew(host)
         texts: list[str] = []
-        until(lambda: texts.append(host.show(BASELINE, "StatusText").get("StatusText", "")) or "serving" in texts[-1],
-              40, "the unit to serve")
+        until(
+            lambda: texts.append(host.show(BASELINE, "StatusText").get("StatusText", "")) or "serving" in texts[-1],
+            40,
+            "the unit to serve",
+        )
     assert any(re.match(r"loading baseline: weights \d+ %, \d+ s elapsed, ", text) for text in texts), texts
     assert re.match(r"serving baseline, loaded in \d+ s", texts[-1])
     assert int(re.findall(r"\d+", texts[-1])[-1]) >= 8, texts[-1]
@@ -120,8 +135,9 @@ def test_the_watchdog_ends_an_engine_whose_completions_hang(host: Host) -> None:
         start_anew(host)
         first = await_state(host, "active")
         time.sleep(8)
-        assert host.show(BASELINE, "MainPID", "NRestarts") == {"MainPID": first["MainPID"], "NRestarts": "0"}, \
+        assert host.show(BASELINE, "MainPID", "NRestarts") == {"MainPID": first["MainPID"], "NRestarts": "0"}, (
             "an idle, healthy engine was ended"
+        )
         host.sh("pkill -STOP -f 'VLLM::Worker'")
         assert health(host) == 200
         until(lambda: host.show(BASELINE, "NRestarts")["NRestarts"] == "1", 45, "the watchdog's restart")
@@ -151,9 +167,10 @@ def test_streams_are_drained_at_a_stop(host: Host) -> None:
 
     def read_stream() -> None:
         body = json.dumps({"model": "tiny", "prompt": "count", "max_tokens": 80, "stream": True, "ignore_eos": True})
-        request = urllib.request.Request(  # noqa: S310
-            f"http://127.0.0.1:{host.port}/v1/completions", body.encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=40) as answer:  # noqa: S310
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{host.port}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=40) as answer:
             got.extend(line.decode().strip() for line in answer if line.strip())
 
     with host.knobs(tokens_per_s=20):
@@ -167,7 +184,7 @@ def test_streams_are_drained_at_a_stop(host: Host) -> None:
         took = time.monotonic() - started
         reader.join(30)
     assert got[-1] == "data: [DONE]", got[-3:]
-    events = [json.loads(line[len("data: "):]) for line in got[:-1]]
+    events = [json.loads(line[len("data: ") :]) for line in got[:-1]]
     assert not [event for event in events if "error" in event]
     assert any(choice["finish_reason"] == "length" for event in events for choice in event["choices"]), events[-2:]
     assert 1 < took < 15, took

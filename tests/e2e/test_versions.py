@@ -31,8 +31,13 @@ def test_a_version_with_known_holes_needs_the_risk_accepted_by_name(host: Host) 
     assert host.picture() == before
 
     given = host.inventory_value("swapgate_host")
-    given["accepted_risks"] = ["CVE-2026-48746", "CVE-2026-27893", "CVE-2026-9540", "GHSA-v359-jj2x-j536",
-                               "GHSA-3mwp-wvh9-7528"]
+    given["accepted_risks"] = [
+        "CVE-2026-48746",
+        "CVE-2026-27893",
+        "CVE-2026-9540",
+        "GHSA-v359-jj2x-j536",
+        "GHSA-3mwp-wvh9-7528",
+    ]
     accepted = host.deploy("holes", swapgate_host=given, preflight_only=True)
     assert accepted.code == 0, accepted.text[-3000:]
     assert "vLLM 0.16.0 accepts the variant" in accepted.flat

@@ -76,11 +76,17 @@ class Command:
     def __init__(self, argv: list[str], environment: Mapping[str, str] | None = None) -> None:
         self.started = time.monotonic()
         self.lines: list[tuple[float, str]] = []
-        self.process = subprocess.Popen(  # noqa: S603 - our own commands, no shell
+        self.process = subprocess.Popen(
             argv,
             cwd=ROOT,
-            env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1",
-                 "PYTHONUNBUFFERED": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **(environment or {})},
+            env={
+                **os.environ,
+                "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+                "ANSIBLE_NOCOLOR": "1",
+                "PYTHONUNBUFFERED": "1",
+                "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+                **(environment or {}),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -108,8 +114,10 @@ class Command:
         except subprocess.TimeoutExpired as error:
             os.killpg(self.process.pid, signal.SIGKILL)
             self._reader.join(10)
-            raise HostError(f"{self.process.args}: no end after {limit_s:.0f} s; it printed:\n"
-                            + "\n".join(line for _, line in self.lines)[-3000:]) from error
+            raise HostError(
+                f"{self.process.args}: no end after {limit_s:.0f} s; it printed:\n"
+                + "\n".join(line for _, line in self.lines)[-3000:]
+            ) from error
         self._reader.join(10)
         return Run(code, self.lines, time.monotonic() - self.started)
 
@@ -153,16 +161,28 @@ class Host:
 
     def ssh_argv(self) -> list[str]:
         """The ssh command up to the remote command; one shared connection, so that a call costs milliseconds."""
-        options = ("StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "ControlMaster=auto",
-                   f"ControlPath=/run/swapgate-sandbox/e2e-{self.name}-%p", "ControlPersist=120")
+        options = (
+            "StrictHostKeyChecking=no",
+            "UserKnownHostsFile=/dev/null",
+            "LogLevel=ERROR",
+            "ControlMaster=auto",
+            f"ControlPath=/run/swapgate-sandbox/e2e-{self.name}-%p",
+            "ControlPersist=120",
+        )
         flags = [word for option in options for word in ("-o", option)]
         return ["ssh", *flags, "-p", str(self.sandbox["ssh_port"]), "-i", str(self.sandbox["key"]), "root@127.0.0.1"]
 
     def run(self, script: str, given: str | None = None, limit_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a line of shell on the host; its status is not looked at."""
-        return subprocess.run(  # noqa: S603
-            [*self.ssh_argv(), "--", script], input=given, capture_output=True, text=True, errors="replace",
-            timeout=limit_s, check=False, stdin=None if given is not None else subprocess.DEVNULL,
+        return subprocess.run(
+            [*self.ssh_argv(), "--", script],
+            input=given,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            check=False,
+            stdin=None if given is not None else subprocess.DEVNULL,
         )
 
     def sh(self, script: str, given: str | None = None, limit_s: float = 60) -> str:
@@ -174,8 +194,10 @@ class Host:
 
     def write(self, path: str, text: str, mode: str = "0644") -> None:
         """Put a file on the host."""
-        self.sh(f"mkdir -p $(dirname {shlex.quote(path)}) && cat > {shlex.quote(path)} && chmod {mode} {shlex.quote(path)}",
-                given=text)
+        self.sh(
+            f"mkdir -p $(dirname {shlex.quote(path)}) && cat > {shlex.quote(path)} && chmod {mode} {shlex.quote(path)}",
+            given=text,
+        )
 
     @contextlib.contextmanager
     def knobs(self, **values: Any) -> Iterator[None]:
@@ -307,22 +329,30 @@ class Host:
         return {
             "enabled": self.enabled(),
             "units": self.sh("systemctl list-unit-files 'vllm-*' --no-legend --plain | awk '{print $1, $2}'"),
-            "running": {unit: self.show(unit, "MainPID", "ActiveEnterTimestampMonotonic", "NRestarts")
-                        for unit in self.active()},
+            "running": {
+                unit: self.show(unit, "MainPID", "ActiveEnterTimestampMonotonic", "NRestarts") for unit in self.active()
+            },
             "files": files,
         }
 
     # --- the engine ------------------------------------------------------------------------------------------------
 
-    def complete(self, key: str | None = None, tokens: int = 12, limit_s: float = 20,
-                 prompt: str = "one two three one two three one two", model: str = "tiny") -> tuple[int, str]:
+    def complete(
+        self,
+        key: str | None = None,
+        tokens: int = 12,
+        limit_s: float = 20,
+        prompt: str = "one two three one two three one two",
+        model: str = "tiny",
+    ) -> tuple[int, str]:
         """Ask the engine for a completion; returns the HTTP status and the text (or the error's body)."""
         body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
-        request = urllib.request.Request(  # noqa: S310 - loopback, plain HTTP
-            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(), headers)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(), headers
+        )
         try:
-            with urllib.request.urlopen(request, timeout=limit_s) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=limit_s) as answer:
                 return answer.status, str(json.load(answer)["choices"][0]["text"])
         except urllib.error.HTTPError as error:
             with error:
@@ -333,8 +363,18 @@ class Host:
     def command(self, playbook: str, *options: str, **variables: Any) -> Command:
         """Start ansible-playbook on this host."""
         extra = ["-e", json.dumps(variables)] if variables else []
-        return Command([str(BIN / "ansible-playbook"), "-i", str(self.sandbox["inventory"]), "-i", str(self.inventory),
-                        playbook, *extra, *options])
+        return Command(
+            [
+                str(BIN / "ansible-playbook"),
+                "-i",
+                str(self.sandbox["inventory"]),
+                "-i",
+                str(self.inventory),
+                playbook,
+                *extra,
+                *options,
+            ]
+        )
 
     def ansible(self, playbook: str, *options: str, **variables: Any) -> Run:
         """Run ansible-playbook on this host to its end."""
@@ -363,7 +403,7 @@ def make_sandbox(name: str, binds: list[str], fresh: bool) -> dict[str, Any]:
     if fresh:
         destroy_sandbox(name)
     words = [word for bind in binds for word in ("--bind-ro", bind)]
-    done = subprocess.run([*SANDBOX, "up", name, *words], capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run([*SANDBOX, "up", name, *words], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise HostError(f"sandbox {name}: exit {done.returncode}: {done.stderr}")
     report: dict[str, Any] = json.loads(done.stdout)
@@ -372,6 +412,6 @@ def make_sandbox(name: str, binds: list[str], fresh: bool) -> dict[str, Any]:
 
 def destroy_sandbox(name: str) -> None:
     """Remove the sandbox of that name, if there is one."""
-    done = subprocess.run([*SANDBOX, "destroy", name], capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run([*SANDBOX, "destroy", name], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise HostError(f"sandbox {name} cannot be removed: {done.stderr}")

@@ -1,11 +1,10 @@
-"""The replay's rules against the installed engine's own code. Needs an engine: SWAPGATE_ENGINE_PYTHON names its Python.
+"""The replay's rules against the installed engine's own code.
 
 v1 is compared with the engine's compiled proposer. v2's rule is a GPU kernel: here Triton's interpreter runs its
 source, which proves our reading of it but is no GPU run (corpus.py and kernel.py make one where there is a GPU).
 """
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +25,6 @@ spec.loader.exec_module(corpus)
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def engine_python():
-    """The engine's Python."""
-    named = os.environ.get("SWAPGATE_ENGINE_PYTHON")
-    if not named:
-        pytest.skip("SWAPGATE_ENGINE_PYTHON is not set: name the Python of a virtual environment with vllm")
-    return named
-
-
 def run(*command):
     """Standard output of a program that must succeed."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=DEADLINE_S)
@@ -42,16 +32,16 @@ def run(*command):
     return done.stdout
 
 
-def asked(tmp_path, given, *command):
+def asked(shared_path, given, *command):
     """What a program of this folder answers to the cases in `given`."""
-    np.savez(tmp_path / "in.npz", **given)
-    print(run(*command[:2], tmp_path / "in.npz", tmp_path / "out.npz", *command[2:]).splitlines()[-1])
-    return dict(np.load(tmp_path / "out.npz"))
+    np.savez(shared_path / "in.npz", **given)
+    print(run(*command[:2], shared_path / "in.npz", shared_path / "out.npz", *command[2:]).splitlines()[-1])
+    return dict(np.load(shared_path / "out.npz"))
 
 
-def test_v1_drafts_what_the_engines_proposer_drafts(engine_python, tmp_path):
+def test_v1_drafts_what_the_engines_proposer_drafts(engine_python, shared_path):
     given = corpus.cases(positions=220_000)
-    found = asked(tmp_path, given, engine_python, HERE / "propose.py")
+    found = asked(shared_path, given, engine_python, HERE / "propose.py")
     result = corpus.compare(given, found, "v1")
     print(result)
     assert result["positions"] >= 200_000
@@ -64,13 +54,13 @@ def test_v1_drafts_what_the_engines_proposer_drafts(engine_python, tmp_path):
     assert corpus.compare(given, found, "v1")["differences"] == 1
 
 
-def test_v2_drafts_what_the_source_of_the_engines_kernel_drafts(engine_python, tmp_path):
+def test_v2_drafts_what_the_source_of_the_engines_kernel_drafts(engine_python, shared_path):
     if run(engine_python, "-c", "import importlib.util as i; print(i.find_spec('triton'))").strip() == "None":
         pytest.skip("the engine's Python has no Triton, whose interpreter would run the kernel")
     site = run(engine_python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
     # The interpreter takes about 20 ms a position. 300 tokens are three of the kernel's blocks.
     given = corpus.cases(positions=600, longest=300, settings=2)
-    found = asked(tmp_path, given, engine_python, HERE / "kernel.py", Path(site) / KERNEL)
+    found = asked(shared_path, given, engine_python, HERE / "kernel.py", Path(site) / KERNEL)
     result = corpus.compare(given, found, "v2")
     print(result)
     assert result["compared"] >= 1200

@@ -24,6 +24,8 @@ SSH_PORT = 2741
 PORT = 8741
 OTHER_PORT = 8742
 SERVED = "tiny"
+# In the answer of a server that is no engine of ours: see actions.FOREIGN.
+FOREIGN_MARK = "says somebody else"
 PROMPT = "The capital of France is"
 STATE = "var/lib/swapgate/state.json"
 # systemd's own signal for an orderly reboot, as `systemctl reboot` asks for it.
@@ -168,7 +170,8 @@ class Host:
             text = answer.read()
             if answer.status != http.HTTPStatus.OK:
                 return None
-            return str(json.loads(text)["choices"][0]["text"]).strip() or None
+            told = str(json.loads(text)["choices"][0]["text"]).strip()
+            return None if not told or FOREIGN_MARK in told else told
         except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError):
             return None
         finally:

@@ -730,7 +730,7 @@ LOADS = [
         ("rolled_back",),
         f"port {PORT}",
         "24",
-        before=(f"foreign {PORT} 14",),
+        before=(f"foreign {PORT} 10",),
         moment="stop",
         never_ready=True,
         limit_s=90,

@@ -629,19 +629,22 @@ def power(plan: Plan) -> dict[str, Any]:
     each = 1 / plan.base_boots + 1 / plan.variant_boots
     request, passes = plan.request_sd ** 2 / plan.repeats, plan.pass_sd ** 2 / plan.repeats
     prompts = (plan.prompt_sd ** 2 + request * each) / plan.prompts
+    # Drawing a prompt's repeats again, after the prompts, counts the scatter of the repeats nearly twice.
+    again = request * (1 - 1 / plan.repeats) * each / plan.prompts
     share = 0.0 if plan.one_load else each
     more = 0 if plan.one_load else plan.base_boots + plan.variant_boots - 2
     df = plan.known.df + more
     believed = (plan.known.sd ** 2 * plan.known.df + plan.boot_sd ** 2 * more) / df
-    from_prompts = student(plan.prompts - 1) ** 2 * prompts
+    from_prompts = student(plan.prompts - 1) ** 2 * (prompts + again)
     from_boots = student(df) ** 2 * believed * share
     half = math.sqrt(from_prompts + from_boots)
     real = math.sqrt(prompts + passes * each + plan.boot_sd ** 2 * share)
     d = least_difference(math.sqrt(plan.pass_sd ** 2 + plan.request_sd ** 2 / plan.prompts))
 
-    odd = plan.repeats // 2
-    halves = (1 / odd + 1 / (plan.repeats - odd)) / plan.base_boots
-    room = math.log1p(d) - student(plan.prompts - 1) * plan.request_sd * math.sqrt(halves / plan.prompts)
+    sizes = (plan.repeats // 2, plan.repeats - plan.repeats // 2)
+    halves = sum(1 / size for size in sizes) / plan.base_boots
+    drawn = sum((2 - 1 / size) / size for size in sizes) / plan.base_boots
+    room = math.log1p(d) - student(plan.prompts - 1) * plan.request_sd * math.sqrt(drawn / plan.prompts)
     moves = math.sqrt(halves * (plan.pass_sd ** 2 + plan.request_sd ** 2 / plan.prompts))
     normal = NormalDist()
     refused = (2 * normal.cdf(-room / moves) if moves else 0.0) if room > 0 else 1.0
@@ -1063,7 +1066,8 @@ def judge(run: Run, base_name: str, variant_name: str, level: int = 1, settings:
     {"word", "sentence", "reasons": names of the gates that fail, "base", "variant": {"arm", "variant", "boots"},
      "concurrency", "d", "within_spread", "boot_spread": {"sd", "df"}, "prompts": how many are paired,
      "speedup", "totals": {"low", "value", "high"} ratios above 1 for a faster variant | None, "null": the same | None,
-     "needed": see `needed` | None, "classes": [{"class", "prompts", "speedup", "totals"}] (bounds null below 4 prompts),
+     "needed": see `needed` | None,
+     "classes": [{"class", "prompts", "speedup", "totals"}], bounds None below 4 prompts,
      "gates": [{"name", "kind", "ok", "said"}], "diverged": prompt ids,
      "boots": [{"arm", "boot", "ms_per_token": geometric mean}],
      "by_prompt": [{"prompt_id", "class", "base_ms_per_token", "variant_ms_per_token", "speedup"}]}

@@ -13,7 +13,7 @@ expected, 1 when something was not (each is printed), 2 when the machine lacks w
     bad_flag   a start with an unknown flag: exit code 42
     cold       baseline, first start, nothing cached; watchdog; SIGTERM while a stream runs; the wait for free memory
     warm       baseline again with a history; kill -9 of the engine core: exit code 70
-    ngram      n-gram; beside it a start into the memory that it holds; SIGTERM
+    ngram      n-gram; beside it a start into the memory that it holds; SIGTERM under a stream longer than the drain
     abort      SIGTERM while n-gram loads
     kv         a start with nothing left for the KV cache
     orphan     kill -9 of the supervisor: what holds the GPU then
@@ -65,8 +65,9 @@ STOP_LIMIT_S = 90.0
 # What may stay in use on an idle GPU beyond what was in use before.
 IDLE_MARGIN_MIB = 200.0
 DRAIN_S = 30
+SHORT_DRAIN_S = 2
 STREAM_TOKENS = 1500
-IDLE_WATCH_S = 2.5 * WATCHDOG_S
+IDLE_WATCH_S = 1.25 * WATCHDOG_S
 TEXT_LIMIT = 4000
 SMI = {
     "table": [],
@@ -105,14 +106,12 @@ class Proof:
             self.wrong.append(f"{what}: found {found!r}")
             print(f"    NOT AS EXPECTED {self.wrong[-1]}", flush=True)
 
-    def variant(self, name: str, label: str = "", port: int | None = None, **engine_args: Any) -> JsonDict:
-        """The table's variant ``name``, or one that extends it, under another name."""
-        table = self.bed.files["variants"]["swapgate_variants"]
-        host = {"port": port} if port else None
-        if not label:
-            return self.bed.resolve(name, host=host)
-        entry = {**table[name], "extends": "baseline", "engine_args": engine_args}
-        return self.bed.resolve(label, entry, host=host)
+    def variant(self, name: str, label: str = "", port: int | None = None, **keys: Any) -> JsonDict:
+        """The table's variant ``name`` with other keys; with a ``label`` one that extends the baseline like it."""
+        entry = {**self.bed.files["variants"]["swapgate_variants"][name], **keys}
+        if label:
+            entry["extends"] = "baseline"
+        return self.bed.resolve(label or name, entry, host={"port": port} if port else None)
 
     def sampler(self) -> Sampler:
         """A sampler over the GPU, judged as a swap to the variant would judge it."""
@@ -375,8 +374,7 @@ def _idle(sampler: Sampler) -> float:
 
 def stage_cold(proof: Proof) -> JsonDict:
     """First start, idle watch, then a stop while a stream runs."""
-    variant = proof.variant("baseline")
-    variant["drain_timeout_s"] = DRAIN_S
+    variant = proof.variant("baseline", drain_timeout_s=DRAIN_S)
     with proof.sampler() as sampler:
         idle = _idle(sampler)
         service = proof.service(variant, "cold")
@@ -390,7 +388,9 @@ def stage_cold(proof: Proof) -> JsonDict:
             alone = Stream(variant, STREAM_TOKENS)
             alone.start()
             alone.join(120)
-            stream = Stream(variant, STREAM_TOKENS)
+            # A third of the drain's time at the speed just seen: the stop must let it end.
+            speed = alone.result["chunks"] / max(alone.result["seconds"] or 0.0, 0.1)
+            stream = Stream(variant, min(STREAM_TOKENS, int(speed * DRAIN_S / 3)))
             stream.start()
             time.sleep(0.7)
             result["stop"] = _stopped(proof, service, sampler, signal.SIGTERM, service.process.pid, idle)
@@ -432,8 +432,8 @@ def stage_warm(proof: Proof) -> JsonDict:
 
 
 def stage_ngram(proof: Proof) -> JsonDict:
-    """n-gram; while it serves, another engine starts into the memory that it holds."""
-    variant = proof.variant("ngram")
+    """n-gram; another engine starts into the memory that it holds; then a stop that the drain is too short for."""
+    variant = proof.variant("ngram", drain_timeout_s=SHORT_DRAIN_S)
     with proof.sampler() as sampler:
         idle = _idle(sampler)
         service = proof.service(variant, "ngram")
@@ -448,7 +448,12 @@ def stage_ngram(proof: Proof) -> JsonDict:
             if proof.gpus:
                 result["conflict"] = _conflict(proof)
                 proof.expect("ngram: still serves beside the failed start", service.report().get("state"), "ready")
+            long = Stream(variant, proof.options.max_model_len - 64)
+            long.start()
+            time.sleep(0.7)
             result["stop"] = _stopped(proof, service, sampler, signal.SIGTERM, service.process.pid, idle)
+            long.join(120)
+            result["stream_past_the_drain"] = long.result
             proof.expect("ngram: exit code after SIGTERM", result["stop"]["exit_code"], 0)
         result.update(service.summary())
         service.close()
@@ -461,9 +466,10 @@ def stage_ngram(proof: Proof) -> JsonDict:
     return result
 
 
-def _failing(proof: Proof, label: str, signature_word: str, **engine_args: Any) -> JsonDict:
+def _failing(proof: Proof, label: str, signature_word: str, utilization: float) -> JsonDict:
     """A start that must fail in the engine core; what the supervisor and scripts/diagnose.py make of it."""
-    variant = proof.variant("baseline", label, proof.options.port + 1, **engine_args)
+    engine_args = {"gpu-memory-utilization": utilization}
+    variant = proof.variant("baseline", label, proof.options.port + 1, engine_args=engine_args)
     service = proof.service(variant, label)
     service.wait_exit(READY_LIMIT_S)
     result = service.summary()
@@ -482,14 +488,14 @@ def _failing(proof: Proof, label: str, signature_word: str, **engine_args: Any) 
 
 
 def _conflict(proof: Proof) -> JsonDict:
-    return _failing(proof, "conflict", "Free memory on device", **{"gpu-memory-utilization": 0.9})
+    return _failing(proof, "conflict", "Free memory on device", 0.9)
 
 
 def stage_kv(proof: Proof) -> JsonDict:
     """Nothing left for the KV cache."""
     if not proof.gpus:
         return {"skipped": "needs a GPU"}
-    return _failing(proof, "kv", "No available memory for the cache blocks", **{"gpu-memory-utilization": 0.001})
+    return _failing(proof, "kv", "No available memory for the cache blocks", 0.001)
 
 
 def stage_abort(proof: Proof) -> JsonDict:
@@ -559,7 +565,7 @@ STAGES: dict[str, Callable[[Proof], JsonDict]] = {
 }
 
 
-def machine(bed: Bed) -> JsonDict:
+def machine(bed: Bed, options: argparse.Namespace) -> JsonDict:
     """Versions of what the numbers depend on."""
     driver = Path("/sys/module/nvidia/version")
     commit = subprocess.run(["git", "-C", str(REPO), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
@@ -569,7 +575,7 @@ def machine(bed: Bed) -> JsonDict:
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
         "driver": driver.read_text(encoding="ascii").strip() if driver.exists() else None,
-        "commit": commit.stdout.strip() or None,
+        "commit": options.commit or commit.stdout.strip() or None,
         "model_manifest": (records.read_if_there(bed.layout.manifests / (MODEL_NAME + ".json")) or {}).get("id"),
         "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -589,6 +595,7 @@ def options_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--keep", action="append", default=[], metavar="NAME", help="a variable of this shell for it")
     parser.add_argument("--parallel", type=int, default=4, help="preflights at a time (default: %(default)s)")
     parser.add_argument("--rows", type=lambda text: text.split(","), help="only these rows of the preflight")
+    parser.add_argument("--commit", help="commit of this checkout, where git is not there to ask")
     parser.add_argument("--stages", type=lambda text: text.split(","), default=list(STAGES))
     options = parser.parse_args(words)
     unknown = [name for name in options.stages if name not in STAGES]
@@ -630,7 +637,13 @@ def main(words: list[str] | None = None) -> int:
             proof.wrong.append(f"{name} crashed: {result['crashed'].strip().splitlines()[-1]}")
             print(result["crashed"], flush=True)
         seconds = round(time.monotonic() - began, 1)
-        report = {"stage": name, "seconds": seconds, "not_as_expected": proof.wrong, "machine": machine(bed), **result}
+        report = {
+            "stage": name,
+            "seconds": seconds,
+            "not_as_expected": proof.wrong,
+            "machine": machine(bed, options),
+            **result,
+        }
         records.write_json(options.out / "stages" / (name + ".json"), report)
         print(f"{name}: {seconds} s, {len(proof.wrong)} not as expected", flush=True)
         wrong += proof.wrong

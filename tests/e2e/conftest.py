@@ -25,10 +25,10 @@ WHEELS = ROOT / ".artifacts/e2e-wheels"
 MODEL = "/srv/models/tiny"
 KEEP = bool(os.environ.get("SWAPGATE_E2E_KEEP"))
 WIPE = (
-    "systemctl stop swapgate-swap.service 2>/dev/null; systemctl stop 'vllm-*' foreign.service 2>/dev/null; rm -rf /etc/swapgate /var/lib/swapgate "
-    "/usr/local/lib/swapgate /usr/local/bin/swapgate /etc/systemd/system/vllm-* /run/systemd/system/vllm-* "
-    "/etc/systemd/system/multi-user.target.wants/vllm-* /etc/systemd/system/*/swapgate-* "
-    "/etc/systemd/system/swapgate-* /run/swapgate /opt/swapgate/engines /etc/fake_vllm.json /var/lib/vllm; "
+    "systemctl stop swapgate-swap.service 2>/dev/null; systemctl stop 'vllm-*' foreign.service 2>/dev/null; "
+    "rm -rf /etc/swapgate /var/lib/swapgate /usr/local/lib/swapgate /usr/local/bin/swapgate /run/swapgate "
+    "/etc/systemd/system/vllm-* /etc/systemd/system/multi-user.target.wants/vllm-* /etc/systemd/system/swapgate-* "
+    "/etc/systemd/system/*/swapgate-* /opt/swapgate/engines /etc/fake_vllm.json /var/lib/vllm; "
     "systemctl daemon-reload; systemctl reset-failed"
 )
 
@@ -70,7 +70,7 @@ def inventory(folder: Path, port: int) -> Path:
             "engine": {"package": "vllm", "version": VERSIONS[0]},
             "gpus": [],
             "port": port,
-            "free_timeout_s": 10,
+            "free_timeout_s": 4,
         },
         "swapgate_variants": variants(),
         "allow_disruption": True,

@@ -45,7 +45,7 @@ CASES = {
     "killed by a signal": (only_ngram(crash_at="weights", crash_signal=11), "signal 11", 10),
     "another model's name": (only_ngram(wrong_served_name="somebody-else"), "somebody-else", 10),
     "garbage for an answer": (only_ngram(completions_garbage=True), "answer", 15),
-    "dies on the first completion": (only_ngram(die_on_first_completion=True), "status 0", 15),
+    "dies on the first completion": (only_ngram(die_on_first_completion=True), "died unexpectedly", 15),
     "dies in its soak": (only_ngram(die_after_ready_s=1, exit_code=3), "soak", 15),
 }
 
@@ -89,25 +89,26 @@ def test_an_engine_that_listens_and_does_not_answer(host: Host, knob: str, cause
 
 
 def test_a_port_that_is_taken_in_mid_swap(host: Host) -> None:
-    """The port is free at preflight and taken once the old engine let go of it."""
-    with host.knobs(variants=[{"when": "--port", "stop_s": 3}]):
-        host.restart_baseline()
-        host.write(
-            "/opt/grab.py",
-            (
-                "import socket, time\n"
-                "while True:\n"
-                "    s = socket.socket()\n"
-                "    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
-                "    try:\n"
-                f"        s.bind(('127.0.0.1', {host.port})); s.listen(); break\n"
-                "    except OSError: time.sleep(0.02)\n"
-                "time.sleep(15)\n"
-            ),
-        )
-        host.sh("systemd-run --quiet --collect --unit=foreign python3 /opt/grab.py")
-        swap = host.swap("ngram", limit_s=120)
-        host.sh("systemctl stop foreign.service; rm -f /opt/grab.py")
+    """The port is free at preflight; a foreign process takes it the moment the old engine lets go of it."""
+    program = (
+        "import socket, time\n"
+        "while True:\n"
+        "    taken = socket.socket()\n"
+        "    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "    try:\n"
+        f"        taken.bind(('127.0.0.1', {host.port})); taken.listen(); break\n"
+        "    except OSError:\n"
+        "        time.sleep(0.02)\n"
+        "time.sleep(60)\n"
+    )
+    host.write("/opt/foreign.py", program)
+    host.sh("systemd-run --quiet --collect --unit=foreign python3 /opt/foreign.py")
+    try:
+        swap_id = host.ask("ngram")
+        host.await_phase(swap_id, "rollback-")
+    finally:
+        host.sh("systemctl stop foreign.service; rm -f /opt/foreign.py")
+    swap = host.await_swap(swap_id)
     assert swap["outcome"] == "rolled_back", swap
     assert f"port {host.port} is held by pid " in swap["cause"]["what"]
     assert "foreign.service" in swap["cause"]["what"]

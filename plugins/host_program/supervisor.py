@@ -55,6 +55,9 @@ KILL_AFTER_S = 10.0
 # What the engine needs beyond its own drain limit before it counts as hung.
 TEARDOWN_S = 10.0
 PROBE_LIMIT_S = 60.0
+# A server that listens has loaded; when its completions fail this often and this long, more of them will not help.
+PROBE_FAILURES = 5
+PROBE_PATIENCE_S = 15.0
 # Below this, reads and CPU time are a waiting process's own noise.
 READ_NOISE_BYTES = 1 << 20
 CPU_NOISE = 0.10
@@ -112,6 +115,8 @@ class Supervisor:
         self.signals_sent = 0
         self.probe: Probe | None = None
         self.probe_error = ""
+        self.probe_failures = 0
+        self.probe_failed_at = 0.0
         self.work = processes.Work(0.0, 0)
         self.work_at = self.told_at = self.tail_at = self.fed_at = 0.0
         self.tokens: float | None = None
@@ -267,6 +272,11 @@ class Supervisor:
             self._end(now)
         elif probe.error:
             self.probe_error = probe.error
+            self.probe_failures += 1
+            self.probe_failed_at = self.probe_failed_at or now
+            if self.probe_failures >= PROBE_FAILURES and now - self.probe_failed_at >= PROBE_PATIENCE_S:
+                self._fail(f"the server listens, but gives no completion: {probe.error}", "model", LOAD_TOO_LONG)
+                self._end(now)
         else:
             self._ready(now)
 

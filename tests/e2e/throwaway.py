@@ -381,9 +381,9 @@ class Host:
         return self.ansible("playbooks/deploy.yml", *options, variant=variant, **variables)
 
 
-def free_port() -> int:
-    """A loopback port that nobody listens on: the sandbox shares this machine's network."""
-    for port in range(FIRST_PORT, FIRST_PORT + 50):
+def free_port(first: int = FIRST_PORT) -> int:
+    """A loopback port that nobody listens on, from `first` on: the sandbox shares this machine's network."""
+    for port in range(first, first + 50):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -391,7 +391,7 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
-    raise AssertionError(f"no free port from {FIRST_PORT} to {FIRST_PORT + 49}")
+    raise AssertionError(f"no free port from {first} to {first + 49}")
 
 
 def make_sandbox(name: str, binds: list[str], fresh: bool) -> dict[str, Any]:

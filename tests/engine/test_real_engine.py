@@ -63,7 +63,13 @@ def test_a_second_deploy_changes_nothing(ngram):
 
 
 @pytest.mark.parametrize(
-    ("variant", "said"), [("mistyped", "method: Input should be 'ngram'"), ("removed", "--task is gone since")]
+    ("variant", "said"),
+    [
+        ("mistyped", "method: Input should be 'ngram'"),
+        ("crossed", "prompt_lookup_m"),
+        ("removed", "no-enable-log-requests"),
+        ("unknown", "unrecognized arguments: --no-such-flag"),
+    ],
 )
 def test_the_real_parser_refuses_while_ngram_serves(ngram, variant, said):
     before = ngram.picture()

@@ -1,0 +1,558 @@
+"""The verdict: intervals against a slow reference, words, every gate by a run that trips it, and what a plan finds."""
+
+import io
+import json
+import math
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import verdict_simulation  # noqa: E402
+from scripts import verdict  # noqa: E402
+
+KINDS = ("reasoning", "code_edit", "quote_rag", "summary")
+QUICK = verdict.Settings(draws=500)
+QUIET = verdict.BootSpread(0.005, 20)
+
+
+def lines_of(effect=1.4, prompts=24, repeats=2, boots="ABA", shared=False, sd=0.05, noise=0.01, boot_sd=0.0, seed=1,
+             facts=True):
+    """Raw lines of a run with a known speed-up; `shared`: each letter of `boots` is not a load, they share load 0."""
+    rng = np.random.default_rng(seed)
+    gain = math.log(effect) + rng.normal(0, sd, prompts)
+    level = math.log(0.0136) + rng.normal(0, 0.05, prompts)
+    out = []
+    for number, arm in enumerate(boots):
+        moved = rng.normal(0, boot_sd)
+        if facts:
+            speculation = {"method": "ngram", "drafted": 900, "accepted": 400} if arm == "B" else {"method": None}
+            out.append({"arm": arm, "boot": 0 if shared else number, "facts": {
+                "kv_cache_tokens": 100_000 if arm == "A" else 90_000, "preemptions": 0, "throttle_reasons": [],
+                **speculation}})
+        for repeat in range(repeats):
+            for prompt in range(prompts):
+                tokens = 80 + 5 * prompt
+                log = level[prompt] + moved + rng.normal(0, noise) - (gain[prompt] if arm == "B" else 0)
+                decode = math.exp(log) * (tokens - 1)
+                ttft = 0.2 * math.exp(rng.normal(0, 0.01))
+                out.append({
+                    "arm": arm, "variant": {"A": "base", "B": "ngram", "C": "suffix"}[arm],
+                    "boot": 0 if shared else number, "repeat": repeat, "prompt_id": f"p{prompt}",
+                    "class": KINDS[prompt % len(KINDS)], "ttft_s": ttft, "decode_s": decode, "e2e_s": ttft + decode,
+                    "output_tokens": tokens, "finish_reason": "stop", "token_ids": answer(prompt, tokens),
+                    "tool_call_ok": True, "reasoning_ok": True})
+    return out
+
+
+def answer(prompt, tokens):
+    """Token ids of one prompt's answer, without a loop."""
+    rng = random.Random(prompt)
+    return [rng.randrange(30_000) for _ in range(tokens)]
+
+
+def run_of(lines):
+    return verdict.read_run([json.dumps(line).encode() for line in lines], "run.jsonl")
+
+
+def judged(lines, **settings):
+    known = settings.pop("known", QUIET)
+    return verdict.judge(run_of(lines), "A", "B", settings=verdict.Settings(draws=500, known=known, **settings))
+
+
+def requests(lines, arm=None, prompts=None):
+    """Request lines of an arm, of the first so many prompts."""
+    return [line for line in lines if "prompt_id" in line and arm in (None, line["arm"])
+            and (prompts is None or int(line["prompt_id"][1:]) < prompts)]
+
+
+# -- interval ---------------------------------------------------------------------------------------------------------
+
+
+def slow_interval(base, variant, draws, seed):
+    """The same bootstrap in plain loops: prompts, then each prompt's repeats in every load, stretched for few."""
+    rng, count = random.Random(seed), len(base[0].logs)
+
+    def level(boots, prompt, again):
+        parts = []
+        for boot in boots:
+            values = [value for value in boot.logs[prompt] if not math.isnan(value)]
+            if values:
+                parts.append(sum(rng.choice(values) if again else value for value in values) / len(values))
+        return sum(parts) / len(parts)
+
+    value = sum(level(base, p, False) - level(variant, p, False) for p in range(count)) / count
+    means = []
+    for _ in range(draws):
+        picked = [rng.randrange(count) for _ in range(count)]
+        means.append(sum(level(base, p, True) - level(variant, p, True) for p in picked) / count)
+    low, high = np.percentile(means, (2.5, 97.5))
+    stretch = math.sqrt(count / (count - 1)) * verdict.student(count - 1) / verdict.Z
+    return value, value + stretch * (low - value), value + stretch * (high - value)
+
+
+def test_interval_is_that_of_a_slow_bootstrap():
+    rng = np.random.default_rng(3)
+    base = [verdict.Boot(n, rng.normal(0, 0.2, (20, 3))) for n in (0, 2)]
+    variant = [verdict.Boot(1, rng.normal(-0.3, 0.2, (20, 3)))]
+    base[0].logs[4, 1] = base[1].logs[7] = np.nan  # a failed request, and a prompt that one load never answered
+    ones = np.ones(20)
+    found = verdict.estimate(base, variant, ones, ones, verdict.BootSpread(0.0, 9), np.random.default_rng(1), 20_000)
+    value, low, high = slow_interval(base, variant, 4_000, 2)
+    assert found.value == pytest.approx(value, abs=1e-12)
+    assert found.low == pytest.approx(low, abs=0.01)
+    assert found.high == pytest.approx(high, abs=0.01)
+    assert 0.05 < found.high - found.value < 0.4
+
+
+def test_boot_spread_enters_the_interval_unless_the_load_is_shared():
+    logs = np.zeros((20, 2))
+    ones, spread = np.ones(20), verdict.BootSpread(0.045, 8)
+
+    def width(base, variant):
+        arms = [[verdict.Boot(number, logs) for number in numbers] for numbers in (base, variant)]
+        return verdict.estimate(*arms, ones, ones, spread, np.random.default_rng(1)).high
+
+    # Student's t with 8 degrees of freedom: 2.306 standard deviations, times the root of 1/loads + 1/loads.
+    assert width([0], [1]) == pytest.approx(2.306 * 0.045 * math.sqrt(2), rel=0.05)
+    assert width([0, 2], [1]) == pytest.approx(2.306 * 0.045 * math.sqrt(1.5), rel=0.05)
+    assert width([0, 1], [0, 1]) == 0
+    assert verdict.contrast([verdict.Boot(0, logs)], [verdict.Boot(0, logs), verdict.Boot(1, logs)]) == 0.5
+
+
+def test_loads_that_differ_widen_what_is_known():
+    known = verdict.BootSpread(0.04, 4)
+    boots = [verdict.Boot(number, np.full((5, 2), level)) for number, level in enumerate((0.0, 0.2))]
+    updated = known.updated(boots, boots[:1])
+    assert updated.df == 5
+    assert updated.sd == pytest.approx(math.sqrt((0.04 ** 2 * 4 + 2 * 0.1 ** 2) / 5))
+
+
+@pytest.mark.parametrize(("df", "wanted"), [(4, 2.776), (8, 2.306), (15, 2.131), (71, 1.994)])
+def test_student_quantile(df, wanted):
+    assert verdict.student(df) == pytest.approx(wanted, rel=0.01)
+
+
+def test_totals_weigh_long_and_slow_answers_as_the_owner_pays_them():
+    base = [verdict.Boot(0, np.log(np.full((2, 1), 0.01)))]
+    variant = [verdict.Boot(0, np.log(np.array([[0.005], [0.02]])))]
+    tokens = np.array([100.0, 900.0])
+    found = verdict.estimate(base, variant, np.ones(2), tokens, QUIET, np.random.default_rng(1), 100)
+    assert math.exp(found.value) == pytest.approx(1)
+    assert math.exp(found.totals) == pytest.approx((100 * 0.01 + 900 * 0.01) / (100 * 0.005 + 900 * 0.02))
+
+
+@pytest.mark.parametrize(("low", "high", "word"), [
+    (1.031, 1.2, "faster"), (1.029, 1.2, "undecided"), (0.8, 0.969, "slower"), (0.8, 0.971, "undecided"),
+    (0.971, 1.029, "equivalent"), (0.9, 1.1, "undecided"), (0.969, 1.029, "undecided"),
+])
+def test_words(low, high, word):
+    assert verdict.word_of(math.log(low), math.log(high), 0.03) == word
+
+
+def test_d_is_twice_the_spread_from_repeat_to_repeat():
+    logs = np.zeros((10, 2)) + np.array([0.0, 0.1])
+    spread, df = verdict.within_spread([verdict.Boot(0, logs)], np.ones(10))
+    assert (df, spread) == (1, pytest.approx(0.1 / math.sqrt(2)))
+    assert verdict.least_difference(spread) == pytest.approx(2 * math.expm1(0.1 / math.sqrt(2)))
+    assert verdict.least_difference(0.01) == 0.03
+    assert verdict.within_spread([verdict.Boot(0, logs[:, :1])], np.ones(10))[1] == 0
+
+
+# -- words of whole runs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("given", "word"), [
+    ({"effect": 1.4}, "faster"),
+    ({"effect": 0.8}, "slower"),
+    ({"effect": 1.0, "shared": True, "boots": "AB", "sd": 0.01}, "equivalent"),
+    ({"effect": 1.1, "sd": 0.3}, "undecided"),
+])
+def test_word_of_a_run(given, word):
+    result = judged(lines_of(**given))
+    assert result["word"] == word, result["sentence"]
+    assert (result["needed"] is not None) == (word == "undecided")
+    assert word in result["sentence"]
+
+
+def test_everything_is_stated():
+    result = judged(lines_of())
+    assert result["reasons"] == []
+    assert result["prompts"] == 24
+    assert result["speedup"]["low"] < result["speedup"]["value"] < result["speedup"]["high"]
+    assert result["speedup"]["value"] == pytest.approx(1.4, rel=0.05)
+    assert [row["class"] for row in result["classes"]] == list(KINDS)
+    assert [(row["arm"], row["boot"]) for row in result["boots"]] == [("A", 0), ("A", 2), ("B", 1)]
+    said = {gate["name"]: gate["said"] for gate in result["gates"]}
+    assert said["kv_capacity"].endswith("-10.0%")
+    assert len(said) == len(result["gates"])
+    json.dumps(result, allow_nan=False)
+
+
+def test_a_run_is_judged_the_same_twice_and_by_its_seed():
+    lines = lines_of()
+    assert judged(lines) == judged(lines)
+    assert judged(lines, seed=6)["speedup"]["low"] != judged(lines)["speedup"]["low"]
+
+
+def test_one_load_each_is_undecided_where_boots_vary():
+    lines = lines_of(effect=1.1, boots="AB", boot_sd=0.0)
+    result = judged(lines, known=verdict.BootSpread())
+    assert result["word"] == "undecided"
+    assert result["needed"]["prompts"] is None  # more of the same load cannot tell
+    assert result["needed"]["boots"]["variant"] >= 1
+    assert "more boots" in result["sentence"]
+    assert next(gate for gate in result["gates"] if gate["name"] == "order")["ok"] is None
+
+
+def test_what_is_needed_decides():
+    sd, known = 0.30, verdict.BootSpread(0.0, 20)
+    few = judged(lines_of(effect=1.15, prompts=24, sd=sd, shared=True, boots="AB"), known=known)
+    assert few["word"] == "undecided"
+    more = few["needed"]["prompts"]
+    value = math.log(few["speedup"]["value"])
+    half = (math.log(few["speedup"]["high"]) - value) * math.sqrt(24 / (24 + more))
+    border = min((math.log1p(few["d"]), math.log1p(-few["d"])), key=lambda edge: abs(edge - value))
+    assert half == pytest.approx(abs(value - border), rel=0.15)
+
+
+def test_an_effect_on_the_border_is_said_to_be_undecidable():
+    found = verdict.Estimate(math.log1p(0.03) + 1e-5, -0.1, 0.2, 0, 0, 0, 0.04, 0.04, 8)
+    need = verdict.needed(found, 0.03, 72, 2, 1)
+    assert (need["prompts"], need["boots"], need["both"]) == (None, None, None)
+    assert "border" in need["said"]
+
+
+def test_weights_by_class():
+    lines = lines_of(effect=1.0, sd=0.0, noise=0.001)
+    for line in requests(lines, "B"):
+        if line["class"] == "code_edit":
+            line["decode_s"] /= 2
+    even = judged(lines, weights=dict.fromkeys(KINDS, 1.0))
+    mostly = judged(lines, weights={**dict.fromkeys(KINDS, 1.0), "code_edit": 5.0})
+    alone = judged(lines, weights={**dict.fromkeys(KINDS, 0.0), "code_edit": 1.0})
+    assert even["speedup"]["value"] == pytest.approx(2 ** 0.25, rel=0.01)
+    assert mostly["speedup"]["value"] == pytest.approx(2 ** 0.625, rel=0.01)
+    assert alone["speedup"]["value"] == pytest.approx(2, rel=0.01)
+    assert alone["reasons"] == ["too_few_prompts"]
+
+
+def test_every_concurrency_and_arm_has_a_verdict():
+    lines = lines_of(effect=1.4, boots="ABCA")
+    crowded = [{**line, "concurrency": 8} for line in requests(lines)]
+    for line in crowded:
+        if line["arm"] != "A":
+            line["decode_s"] *= 1.4 * 1.3
+            line["e2e_s"] = line["ttft_s"] + line["decode_s"]
+    results = verdict.verdicts(run_of([*lines, *crowded]), settings=verdict.Settings(draws=500, known=QUIET))
+    words = {(result["variant"]["arm"], result["concurrency"]): result["word"] for result in results}
+    assert words[("B", 1)] == "faster"
+    assert words[("B", 8)] == "slower"  # the sign flips with load
+    assert words[("C", 8)] == "slower"
+    assert "at concurrency 8" in results[1]["sentence"]
+
+
+# -- gates ------------------------------------------------------------------------------------------------------------
+
+
+def change(arm, prompts=None, **values):
+    """A tripped run: sets values on the requests of an arm; a function gets the line."""
+    def trip(lines):
+        for line in requests(lines, arm, prompts):
+            line.update({key: value(line) if callable(value) else value for key, value in values.items()})
+        return lines
+    return trip
+
+
+def state(arm, **facts):
+    """A tripped run: sets facts of an arm's loads."""
+    def trip(lines):
+        for line in lines:
+            if "facts" in line and line["arm"] == arm:
+                line["facts"].update(facts)
+        return lines
+    return trip
+
+
+def dies(lines):
+    """The variant's load ends in the middle of its first pass, without a word."""
+    mine = requests(lines, "B")
+    keep = {id(line) for line in mine[:10]}
+    return [line for line in lines if line["arm"] != "B" or "facts" in line or id(line) in keep]
+
+
+def fails(lines):
+    """The variant's load fails from its tenth request on."""
+    for line in requests(lines, "B")[10:]:
+        for key in ("ttft_s", "decode_s", "e2e_s", "output_tokens", "finish_reason", "token_ids"):
+            del line[key]
+        line["error"] = "connection reset"
+    return lines
+
+
+def drifts(lines):
+    for line in requests(lines, "A"):
+        if line["boot"] == 2:
+            line["decode_s"] *= 1.1
+            line["e2e_s"] *= 1.1
+    return lines
+
+
+def noisy(lines):
+    """One repeat of the base differs from the next, prompt by prompt."""
+    for line in requests(lines, "A"):
+        if line["repeat"] == 1 and int(line["prompt_id"][1:]) % 2:
+            line["decode_s"] *= 1.5
+            line["e2e_s"] *= 1.5
+        elif line["repeat"] == 1:
+            line["decode_s"] /= 1.5
+    return lines
+
+
+def looping(line):
+    return [*line["token_ids"][:20], *[11, 12, 13] * ((line["output_tokens"] - 20) // 3)]
+
+
+def short(line):
+    return line["token_ids"][:3]
+
+
+def total_seconds(line):
+    return line["ttft_s"] + line["decode_s"]
+
+
+def slow_class(lines):
+    for line in requests(lines, "B"):
+        if line["class"] == "summary":
+            line["decode_s"] *= 1.4 * 1.2
+            line["e2e_s"] = total_seconds(line)
+    return lines
+
+
+def slow_long_answers(lines):
+    """Most prompts gain, and the longest ones, which cost most, lose more in total."""
+    for line in requests(lines, "B"):
+        if int(line["prompt_id"][1:]) in (20, 21, 22, 23):
+            line["decode_s"] *= 3
+        else:
+            line["decode_s"] /= 1.3
+    return lines
+
+
+def some_errors(lines):
+    for line in requests(lines, "B", 1):
+        line["error"] = "timed out"
+    return lines
+
+
+GATES = [
+    # name, what trips it, the word
+    ("too_few_prompts", lambda lines: [line for line in lines if line not in requests(lines)[:0]
+                                       and ("facts" in line or int(line["prompt_id"][1:]) < 15)], "refused"),
+    ("arm_incomplete", dies, "refused"),
+    ("arm_incomplete", fails, "refused"),
+    ("errors", fails, "refused"),
+    ("throttled", state("B", throttle_reasons=["sw_thermal_slowdown"]), "refused"),
+    ("synthetic_text", change(None, **{"class": "random"}), "refused"),
+    ("null", lambda lines: [line for line in lines if line.get("repeat", 0) == 0], "refused"),
+    ("null", noisy, "refused"),
+    ("drift", drifts, "refused"),
+    ("short_base", change(None, output_tokens=3, token_ids=short), "refused"),
+    ("diverged", change("B", 4, token_ids=lambda line: line["token_ids"][::-1]), "output changed"),
+    ("finish_reasons", change("B", 4, finish_reason="length"), "output changed"),
+    ("finish_reasons", change("B", 1, finish_reason="abort"), "output changed"),
+    ("output_length", change("B", 20, output_tokens=lambda line: line["output_tokens"] // 2), "output changed"),
+    ("looping_output", change("B", 1, token_ids=looping), "output changed"),
+    ("looping_output", change("B", 1, token_ids=None, text="I went home. " * 40), "output changed"),
+    ("short_answers", change("B", output_tokens=3, token_ids=short), "output changed"),
+    ("short_answers", change("B", 1, output_tokens=3, token_ids=short), "output changed"),
+    ("tool_calls", change("B", 1, tool_call_ok=False), "output changed"),
+    ("reasoning", change("B", 1, reasoning_ok=False), "output changed"),
+    ("class_slower", slow_class, "not faster"),
+    ("totals", slow_long_answers, "not faster"),
+    ("ttft_p95", change("B", 4, ttft_s=lambda line: line["ttft_s"] * 1.5), "not faster"),
+    ("e2e_p95", change("B", e2e_s=lambda line: line["e2e_s"] + 3), "not faster"),
+    ("errors", some_errors, "not faster"),
+    ("preemptions", state("B", preemptions=4), "not faster"),
+    ("acceptance", state("B", accepted=0), "not faster"),
+    ("acceptance", state("B", drafted=0, accepted=0), "not faster"),
+]
+
+
+@pytest.mark.parametrize(("name", "trip", "word"), GATES, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(GATES)])
+def test_gate(name, trip, word):
+    lines = trip(lines_of(effect=1.4))
+    result = judged(lines)
+    assert name in result["reasons"], result["sentence"]
+    assert result["word"] == word, result["sentence"]
+    assert f"{name}: " in result["sentence"]
+
+
+def test_every_failing_gate_has_a_row():
+    """A gate that the table does not trip could be one that cannot fail."""
+    states_only = {"order", "kv_capacity", "looping_base"}
+    names = {gate["name"] for gate in judged(lines_of())["gates"]} - states_only
+    assert names | {"short_base"} == {name for name, *_ in GATES}
+
+
+def test_the_tail_fails_beyond_what_boots_explain_only():
+    lines = change("B", ttft_s=lambda line: line["ttft_s"] * 1.08)(lines_of(effect=1.4))
+    assert judged(lines)["reasons"] == ["ttft_p95"]
+    loose = judged(lines, known=verdict.BootSpread())
+    assert loose["word"] == "faster"
+    assert "no more than prompts and boots explain" in next(
+        gate["said"] for gate in loose["gates"] if gate["name"] == "ttft_p95")
+
+
+def test_answers_that_differ_within_the_base_too_are_no_change():
+    lines = lines_of(effect=1.4)
+    for line in requests(lines, None, 12):
+        line["token_ids"] = answer(1000 * line["boot"] + line["repeat"] + 7, line["output_tokens"])
+    result = judged(lines)
+    assert result["word"] == "faster"
+    assert len(result["diverged"]) == 12
+
+
+def test_two_differing_prompts_are_flagged_and_compared_on_seconds_per_token_only():
+    # Both long answers break off early: their end-to-end time says nothing, their time per token does.
+    lines = change("B", 2, token_ids=lambda line: line["token_ids"][:40], output_tokens=40,
+                   decode_s=lambda line: line["decode_s"] * 39 / (line["output_tokens"] - 1),
+                   e2e_s=lambda line: line["e2e_s"] * 40)(lines_of(effect=1.4))
+    for line in requests(lines, "B", 2):
+        line["decode_s"] = min(line["decode_s"], line["e2e_s"])
+    result = judged(lines)
+    assert result["diverged"] == ["p0", "p1"]
+    assert "e2e_p95" not in result["reasons"]
+
+
+def test_without_answers_divergence_is_unknown():
+    lines = change(None, token_ids=None)(lines_of(effect=1.4))
+    gate = next(gate for gate in judged(lines)["gates"] if gate["name"] == "diverged")
+    assert gate["ok"] is None
+    assert "not recorded" in gate["said"]
+
+
+def test_what_the_base_does_too_is_not_held_against_the_variant():
+    lines = change(None, 3, token_ids=looping)(lines_of(effect=1.4))
+    result = judged(change(None, 3, tool_call_ok=False)(lines))
+    assert result["reasons"] == []
+    assert any(gate["name"] == "looping_base" for gate in result["gates"])
+
+
+@pytest.mark.parametrize(("method", "word"), [(None, "refused"), ("none", "faster"), ("eagle3", "faster"),
+                                              ("suffix", "refused"), ("ngram_gpu", "refused")])
+def test_synthetic_text_is_refused_where_speculation_looks_it_up(method, word):
+    lines = [line for line in change(None, **{"class": "random"})(lines_of(effect=1.4)) if "facts" not in line]
+    assert judged(lines, method=method)["word"] == word
+
+
+def test_random_prompts_are_seen_although_their_class_says_otherwise():
+    rng = random.Random(4)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    texts = {f"p{n}": " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(120))
+             for n in range(24)}
+    result = judged(lines_of(effect=1.4), texts=texts)
+    assert result["reasons"] == ["synthetic_text"]
+    assert "random tokens" in result["sentence"]
+
+
+@pytest.mark.parametrize(("ids", "loop"), [
+    ([], False),
+    ([5] * 31, False),
+    ([5] * 32, True),
+    ([*range(100), *[1, 2, 3] * 20], True),
+    ([*range(300), *[1, 2, 3] * 12], False),  # a short run at the end of a long answer, such as a table's rule
+    ([*range(40), *[1, 2, 3] * 20, 99], False),  # it found its way out
+    ([*range(60), *range(60), *range(60)], False),  # three times is not yet a loop
+    ([*range(60)] * 4, True),
+    (list(range(500)), False),
+])
+def test_loops(ids, loop):
+    assert verdict.loops(ids) is loop
+
+
+@pytest.mark.parametrize(("text", "loop"), [
+    ("The same again. " * 20 + "\n", True),
+    ("Once upon a time there was a miller who had three sons, a mill, a donkey and a cat. " * 3, False),
+    ("", False),
+])
+def test_loops_in_text(text, loop):
+    assert verdict.loops_text(text) is loop
+
+
+WRITTEN = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+WORDS = sorted({word for word in WRITTEN.split() if word.isalpha()})
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    (WRITTEN, None),
+    (Path(verdict.__file__).read_text(encoding="utf-8"), None),
+    (json.dumps([{"id": i, "name": f"item {i}", "price": i * 3} for i in range(60)]), None),
+    ("too short to tell", None),
+    ("的了一是我不在人们有来他这上着个地到大里说就去子得也和那要下看天时过出小么起你都把好还多没为又可家学" * 3, None),
+    (" ".join(random.Random(1).choices([f"w{n}" for n in range(30_000)], k=200)), "random tokens"),
+    (" ".join(random.Random(2).choices([f"w{n}" for n in range(1_000)], k=400)), "random words"),
+    ("hello world " * 100, "one phrase repeated"),
+])
+def test_synthetic_text(text, why):
+    found = verdict.looks_synthetic(text)
+    assert (found is None) if why is None else (found or "").startswith(why)
+
+
+def test_short_random_prompts_are_judged_together():
+    rng = random.Random(5)
+    texts = {str(n): " ".join(f"w{rng.randrange(30_000)}" for _ in range(20)) for n in range(20)}
+    assert set(verdict.synthetic_texts(texts)) == set(texts)
+    words = WRITTEN.split()
+    assert verdict.synthetic_texts({str(n): " ".join(words[20 * n:20 * n + 20]) for n in range(20)}) == {}
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [
+    verdict.Plan(prompts=24, one_load=1, base_boots=1, repeats=4),
+    verdict.Plan(prompts=40, base_boots=2, variant_boots=1),
+], ids=["one load", "A B A"])
+def test_closed_form_agrees_with_drawn_runs(plan):
+    row = verdict_simulation.cell((7, "test", plan, 120))
+    weighed = verdict.power(plan)
+    assert row["false_faster"] < 0.05
+    assert weighed["smallest_effect"] == pytest.approx(row["smallest_effect"], rel=0.06)
+    assert row["refused"] == pytest.approx(weighed["null_refused"], abs=0.06)
+
+
+def test_committed_simulation_is_what_the_page_and_the_closed_form_say():
+    stored = json.loads((ROOT / "benchmarks/results/verdict-simulation.json").read_text(encoding="utf-8"))
+    assert stored["worst_false_faster"] < 0.05
+    assert stored["runs"] >= 10_000
+    for row in stored["rows"]:
+        plan = verdict.Plan(**{key: row[key] for key in
+                               ("prompts", "repeats", "base_boots", "variant_boots", "one_load", "prompt_sd",
+                                "request_sd", "pass_sd", "boot_sd")})
+        formula = verdict.power(plan)["smallest_effect"]
+        assert formula == pytest.approx(row["smallest_effect_closed_form"])
+        if row["smallest_effect"] and row["refused"] < 0.05:
+            assert formula == pytest.approx(row["smallest_effect"], rel=0.06), row["plan"]
+
+
+def test_more_prompts_and_boots_find_smaller_effects():
+    plans = ["prompts=24", "prompts=72", "prompts=72 boots=3,3", "prompts=72 boots=1,1 one_load=1"]
+    effects = [verdict.power(verdict.parse_plan(plan))["smallest_effect"] for plan in plans]
+    assert effects == sorted(effects, reverse=True)
+
+
+def test_a_plan_whose_null_run_fails_says_so():
+    weighed = verdict.power(verdict.Plan(prompts=16, repeats=2, request_sd=0.15, base_boots=1))
+    assert weighed["smallest_effect"] is None
+    assert "more repeats" in weighed["sentence"]
+
+
+def test_raw_lines_are_read_as_bytes():
+    stream = io.BytesIO(b"\n".join(json.dumps(line).encode() for line in lines_of()))
+    assert verdict.read_run(stream, "x").arms == ["A", "B"]

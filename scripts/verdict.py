@@ -825,7 +825,7 @@ def drift_gate(base: Sequence[Boot], known: BootSpread) -> Gate:
     means = np.array([boot.mean for boot in base])
     means = means[:, ~np.isnan(means).any(axis=0)]
     levels = means.mean(axis=1) if means.size else np.zeros(len(base))
-    moved, most = float(np.ptp(levels)), RULED_OUT * math.sqrt(2) * known.sd
+    moved, most = float(np.ptp(levels)), max(RULED_OUT * math.sqrt(2) * known.sd, math.log1p(FLOOR))
     said = f"the base's loads differ by {math.expm1(moved):.1%}, {math.expm1(most):.1%} are within reason"
     return Gate("drift", "rig", moved <= most, said if moved <= most else
                 said + "; look for another load on the host, clocks or heat, and record all arms again")

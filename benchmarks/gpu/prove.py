@@ -62,6 +62,7 @@ JsonDict = dict[str, Any]
 
 READY_LIMIT_S = 420.0
 STOP_LIMIT_S = 90.0
+FAILING_LIMIT_S = 180.0
 # What may stay in use on an idle GPU beyond what was in use before.
 IDLE_MARGIN_MIB = 200.0
 DRAIN_S = 30
@@ -471,7 +472,8 @@ def _failing(proof: Proof, label: str, signature_word: str, utilization: float) 
     engine_args = {"gpu-memory-utilization": utilization}
     variant = proof.variant("baseline", label, proof.options.port + 1, engine_args=engine_args)
     service = proof.service(variant, label)
-    service.wait_exit(READY_LIMIT_S)
+    service.wait(lambda report: report.get("state") in ("ready", "failed"), FAILING_LIMIT_S)
+    service.wait_exit(STOP_LIMIT_S if service.report().get("state") == "failed" else 0.1)
     result = service.summary()
     service.close()
     result["diagnose"] = proof.diagnose(service.log)
@@ -528,8 +530,9 @@ def stage_orphan(proof: Proof) -> JsonDict:
         result: JsonDict = {"idle_mib": idle}
         if _load(proof, service, "orphan"):
             time.sleep(1)
-            service._look()
+            service.look()
             members = dict(service.members)
+            result["diagnose_running"] = proof.diagnose(service.log, running=True)
             os.kill(service.process.pid, signal.SIGKILL)
             service.wait_exit(10)
             time.sleep(5)
@@ -624,7 +627,20 @@ def main(words: list[str] | None = None) -> int:
     except BedError as error:
         print(f"prove: {error}", file=sys.stderr)
         return 2
-    wrong = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        wrong = run_stages(bed, options)
+    finally:
+        for service in list(Service.running):
+            service.close()
+    for line in wrong:
+        print(f"NOT AS EXPECTED {line}")
+    return 1 if wrong else 0
+
+
+def run_stages(bed: Bed, options: argparse.Namespace) -> list[str]:
+    """Run each stage and write its report; returns what was not as expected."""
+    wrong: list[str] = []
     for name in options.stages:
         proof = Proof(bed, options)
         print(f"{name}", flush=True)
@@ -647,9 +663,7 @@ def main(words: list[str] | None = None) -> int:
         records.write_json(options.out / "stages" / (name + ".json"), report)
         print(f"{name}: {seconds} s, {len(proof.wrong)} not as expected", flush=True)
         wrong += proof.wrong
-    for line in wrong:
-        print(f"NOT AS EXPECTED {line}")
-    return 1 if wrong else 0
+    return wrong
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from bed import Bed
 
@@ -132,6 +132,9 @@ class Stream(threading.Thread):
 class Service:
     """A run of the supervisor over one variant. All times are seconds since its start."""
 
+    # Those that were not closed: whoever is told to end must not leave an engine behind.
+    running: ClassVar[list[Service]] = []
+
     def __init__(self, bed: Bed, variant: JsonDict, log: Path) -> None:
         self.bed, self.variant, self.log = bed, variant, log
         bed.install(variant)
@@ -155,6 +158,7 @@ class Service:
             self.process = subprocess.Popen(
                 [*words, *variant["argv"]], stdout=out, stderr=subprocess.STDOUT, env=environment, cwd="/"
             )
+        self.running.append(self)
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -170,11 +174,12 @@ class Service:
             time.sleep(TICK_S)
             if time.monotonic() - looked >= SNAPSHOT_S:
                 looked = time.monotonic()
-                self._look()
+                self.look()
         self.exit_code, self.exited_at = self.process.returncode, self.now()
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Keep what load.json and the process tree say now."""
         report = records.read_if_there(self.load_file)
         if report is None:
             return
@@ -242,7 +247,7 @@ class Service:
 
     def end(self, number: signal.Signals, pid: int, limit_s: float) -> JsonDict:
         """Send a signal to ``pid``, watch how the service goes; times in seconds since the signal."""
-        self._look()
+        self.look()
         sent = time.monotonic()
         os.kill(pid, number)
         last_answer = first_refusal = None
@@ -307,3 +312,4 @@ class Service:
         if self.process.poll() is None:
             self.wait_exit(0.1)
         self.notified.close()
+        self.running.remove(self)

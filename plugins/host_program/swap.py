@@ -28,7 +28,9 @@ POLL_S = 0.5
 GRACE_S = 30.0
 PROBE_LIMIT_S = 120.0
 SOAK_PROBE_EVERY_S = 5.0
-SOAK_PROBE_LIMIT_S = 30.0
+# A probe of the soak may take this many times what the first one took, and never less than the floor.
+SOAK_PROBE_FACTOR = 3.0
+SOAK_PROBE_FLOOR_S = 10.0
 # One failed probe in a soak may be a busy moment; two in a row are a fault.
 SOAK_FAILURES = 2
 # What any step can end with besides SwapFailed.
@@ -61,6 +63,7 @@ class Swap:
         self.say = say
         self._phase_started = time.monotonic()
         self._asked_unix = time.time()
+        self._probe_s = 0.0
         # On the way back the service comes before its record.
         self._may_lose_record = False
 
@@ -283,7 +286,7 @@ class Swap:
                 raise self.explain(variant, "{} died in its soak (result {})".format(variant["unit"], now["Result"]))
             if over or time.monotonic() >= next_probe:
                 try:
-                    self.probe(variant, SOAK_PROBE_LIMIT_S)
+                    self.probe(variant, max(SOAK_PROBE_FLOOR_S, SOAK_PROBE_FACTOR * self._probe_s))
                     if over:
                         return
                     failures = 0
@@ -320,7 +323,9 @@ class Swap:
         self.phase(prefix + "watch")
         self.watch(variant, patient=bool(prefix))
         self.phase(prefix + "probe")
+        asked = time.monotonic()
         answer = self.probe(variant)
+        self._probe_s = time.monotonic() - asked
         gone = self.swap["service_lost_s"]
         if gone is not None and self.swap["boot_id"] == boot_id():  # a monotonic clock means nothing after a boot
             self.swap["seconds_without_service"] = round(time.monotonic() - gone, 1)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 
 SYSTEMCTL_LIMIT_S = 30.0
+SHOW_PATIENCE_S = 6.0
+SHOW_POLL_S = 0.3
 
 
 class SystemdError(Exception):
@@ -39,8 +42,16 @@ def systemctl(*words: str, limit_s: float | None = SYSTEMCTL_LIMIT_S, check: boo
 
 
 def show(unit: str, *properties: str) -> dict[str, str]:
-    """The named properties of a unit, as systemd prints them."""
-    text = systemctl("show", unit, "--property=" + ",".join(properties))
+    """The named properties of a unit, as systemd prints them. Asked again while systemd re-executes itself."""
+    deadline = time.monotonic() + SHOW_PATIENCE_S
+    while True:
+        try:
+            text = systemctl("show", unit, "--property=" + ",".join(properties))
+            break
+        except SystemdError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(SHOW_POLL_S)
     return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
 
 

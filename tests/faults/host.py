@@ -42,6 +42,7 @@ class Host:
     def __init__(self, name: str) -> None:
         self.name = name
         self.box = sandbox.load_sandbox(name)
+        self._init = self._init_start = 0
 
     # --- over SSH --------------------------------------------------------------------------------------------------
 
@@ -79,12 +80,20 @@ class Host:
         """Put a file on the host."""
         self.sh(f"mkdir -p $(dirname '{path}') && cat > '{path}' && chmod {mode} '{path}'", given=text)
 
+    def root(self) -> Path:
+        """Its root folder as its own processes see it, what is mounted there included; the bare one while it is off."""
+        if not self._init or sandbox.process_start(self._init) != self._init_start:
+            carriers = sandbox.container_processes(self.box.pid)
+            self._init = carriers[2] if len(carriers) > 2 else 0  # keeper, nspawn, the init inside
+            self._init_start = sandbox.process_start(self._init)
+        return Path(f"/proc/{self._init}/root") if self._init else self.box.root
+
     # --- its files -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The state file as it is now, read without asking the host; {} while there is none that can be read."""
         try:
-            value = json.loads((self.box.root / STATE).read_text(encoding="utf-8"))
+            value = json.loads((self.root() / STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}
@@ -95,8 +104,7 @@ class Host:
 
     def load_failed(self, unit: str) -> bool:
         """Whether the supervisor of a unit has said that its load failed."""
-        carriers = sandbox.container_processes(self.box.pid)
-        path = Path(f"/proc/{carriers[-1]}/root/run/swapgate/{unit.removesuffix('.service')}/load.json")
+        path = self.root() / f"run/swapgate/{unit.removesuffix('.service')}/load.json"
         try:
             return json.loads(path.read_text(encoding="utf-8")).get("failure") is not None
         except (OSError, ValueError, AttributeError):

@@ -171,7 +171,7 @@ def test_d_is_twice_the_spread_from_repeat_to_repeat():
     ({"effect": 1.4}, "faster"),
     ({"effect": 0.8}, "slower"),
     ({"effect": 1.0, "shared": True, "boots": "AB", "sd": 0.01}, "equivalent"),
-    ({"effect": 1.1, "sd": 0.3}, "undecided"),
+    ({"effect": 1.05, "sd": 0.3}, "undecided"),
 ])
 def test_word_of_a_run(given, word):
     result = judged(lines_of(**given))
@@ -211,8 +211,8 @@ def test_one_load_each_is_undecided_where_boots_vary():
 
 
 def test_what_is_needed_decides():
-    sd, known = 0.30, verdict.BootSpread(0.0, 20)
-    few = judged(lines_of(effect=1.15, prompts=24, sd=sd, shared=True, boots="AB"), known=known)
+    known = verdict.BootSpread(0.0, 20)
+    few = judged(lines_of(effect=1.05, prompts=24, sd=0.3, shared=True, boots="AB"), known=known)
     assert few["word"] == "undecided"
     more = few["needed"]["prompts"]
     value = math.log(few["speedup"]["value"])
@@ -335,12 +335,16 @@ def slow_class(lines):
 
 
 def slow_long_answers(lines):
-    """Most prompts gain, and the longest ones, which cost most, lose more in total."""
-    for line in requests(lines, "B"):
-        if int(line["prompt_id"][1:]) in (20, 21, 22, 23):
-            line["decode_s"] *= 3
-        else:
-            line["decode_s"] /= 1.3
+    """Twenty short answers gain, and four long ones, which cost most, lose more in total."""
+    for line in requests(lines):
+        per_token = line["decode_s"] / (line["output_tokens"] - 1)
+        if int(line["prompt_id"][1:]) >= 20:
+            line["output_tokens"] = 3000
+            per_token *= 1.6 if line["arm"] == "B" else 1
+        elif line["arm"] == "B":
+            per_token /= 1.3
+        line["decode_s"] = per_token * (line["output_tokens"] - 1)
+        line["e2e_s"] = total_seconds(line)
     return lines
 
 
@@ -352,8 +356,8 @@ def some_errors(lines):
 
 GATES = [
     # name, what trips it, the word
-    ("too_few_prompts", lambda lines: [line for line in lines if line not in requests(lines)[:0]
-                                       and ("facts" in line or int(line["prompt_id"][1:]) < 15)], "refused"),
+    ("too_few_prompts", lambda lines: [line for line in lines if "facts" in line or line in requests(lines, None, 15)],
+     "refused"),
     ("arm_incomplete", dies, "refused"),
     ("arm_incomplete", fails, "refused"),
     ("errors", fails, "refused"),

@@ -7,8 +7,7 @@ export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 .PHONY: demo test lint unit cases molecule e2e engine faults golden lock clean
 
 .venv/.done: requirements.lock
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("swapgate: found Python %s, expected 3.11 or \
-	newer. Run again with make PYTHON=/path/to/python3.11" % sys.version.split()[0])'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("needs Python 3.11: make PYTHON=/path/to/python3.11")'
 	$(PYTHON) scripts/sandbox.py install
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock

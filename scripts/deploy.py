@@ -42,6 +42,9 @@ CODES = {
 }
 SEVERITY = (OK, ROLLED_BACK, REFUSED, UNREACHABLE, NO_SERVICE)
 
+# The task of role vllm_swap whose words are shown: the plan, or with --preflight the report.
+PLAN_TASK, REPORT_TASK = "Say what the swap would do", "Ensure nothing was found against the release"
+
 EPILOG = """exit codes:
   0    every host serves the variant (or would, with --check)
   1    a host went back to its last good variant: the one asked for failed there
@@ -55,8 +58,9 @@ EPILOG = """exit codes:
 class View:
     """What the hosts do, gathered from runner events."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, tells: str = PLAN_TASK) -> None:
         self.console = console
+        self.tells = tells
         self.started = time.monotonic()
         self.task = "starting"
         self.rows: dict[str, list[str]] = {}
@@ -88,11 +92,15 @@ class View:
                 if line:
                     self.rows[line["host"]] = [line["variant"], line["phase"], line["rest"]]
                     if not self.console.is_terminal:
-                        self.console.print(text.strip(), highlight=False)
+                        self.console.print(text.strip(), highlight=False, markup=False, soft_wrap=True)
         elif kind == "runner_on_unreachable" and host:
             self.results[host] = {"outcome": "unreachable"}
             self.failures[host] = str((data.get("res") or {}).get("msg", "unreachable"))
         elif kind in ("runner_on_ok", "runner_on_failed") and host:
+            if kind == "runner_on_ok" and str(data.get("task", "")).endswith(self.tells):
+                told = (data.get("res") or {}).get("msg", "")
+                for said in told if isinstance(told, list) else [told]:
+                    self.console.print(str(said), highlight=False, markup=False, soft_wrap=True)
             self._result(host, kind, data.get("res") or {}, bool(data.get("ignore_errors")))
 
     def _result(self, host: str, kind: str, result: dict[str, Any], ignored: bool) -> None:
@@ -151,8 +159,8 @@ def run(args: argparse.Namespace, view: View) -> str:
             event_handler=view.handle,
             quiet=True,
         )
-    if done.status != "successful" and not view.failures:
-        view.failures["playbook"] = (done.stdout.read() or "ansible-playbook failed").strip()[-2000:]
+        if done.status not in ("successful", "canceled") and not view.failures:
+            view.failures["playbook"] = (done.stdout.read() or "ansible-playbook failed").strip()[-2000:]
     return str(done.status)
 
 
@@ -174,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"deploy.py: -e: found {broken[0]!r}, expected K=V", file=sys.stderr)
         return REFUSED
     console = Console(stderr=True)
-    view = View(console)
+    view = View(console, REPORT_TASK if args.preflight else PLAN_TASK)
     try:
         if console.is_terminal:
             with Live(view, console=console, refresh_per_second=2):
@@ -182,14 +190,14 @@ def main(argv: list[str] | None = None) -> int:
         else:
             status = run(args, view)
     except KeyboardInterrupt:
-        console.print("interrupted; a swap that had begun goes on: run the same command again to look at it")
-        return INTERRUPTED
+        status = "canceled"  # ansible-runner's own word for it, where its handler was not in place yet
     if status == "canceled":
+        console.print("interrupted; a swap that had begun goes on: run the same command again to look at it")
         return INTERRUPTED
     for host, result in sorted(view.results.items()):
         console.print(f"{host}: {result['outcome']}", highlight=False)
     for host, message in sorted(view.failures.items()):
-        console.print(f"{host}: {message}", highlight=False, markup=False)
+        console.print(f"{host}: {message}", highlight=False, markup=False, soft_wrap=True)
     if args.json:
         print(json.dumps(view.results, sort_keys=True))
     return exit_code(view, status)

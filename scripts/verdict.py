@@ -47,6 +47,7 @@ CLASS_LOSS = 0.10
 FEWEST_OF_CLASS = 4  # prompts; fewer say nothing of how their class varies, and have no interval
 DIVERGING = 0.10
 SHORT = 3
+JUDGED_WORDS = 80
 TOKEN_LIMIT = 2**31
 RULED_OUT = 3.0  # standard deviations between two baseline boots beyond which they are not the same machine
 MOST_LOADS = 40  # that advice may ask for
@@ -278,19 +279,19 @@ def loops_text(text: str) -> bool:
 
 
 def looks_synthetic(text: str) -> str | None:
-    """Why a text of 60 words or more looks generated at random, or None.
+    """Why a text of 80 words or more looks generated at random, or None.
 
-    Written language and code repeat their words: of the first 300 words, a quarter or more occur more than once.
+    Written language and code repeat their words: of the first 300 words usually a quarter or more occur twice.
     Random tokens of a vocabulary hardly do; random words of a small vocabulary do, but no ten of them stand out.
     """
     words = [word.casefold() for word in WORD.findall(text)][:300]
-    if len(words) < 60:
+    if len(words) < JUDGED_WORDS:
         return None
     counts = Counter(words)
     repeated = sum(count for count in counts.values() if count > 1) / len(words)
     top = sum(count for _, count in counts.most_common(10)) / len(words)
     if repeated < 0.08:
-        return f"random tokens: {repeated:.0%} of its words occur more than once, written text has 25 % and more"
+        return f"random tokens: {repeated:.0%} of its words occur more than once, in written text 25 % and more"
     if len(words) >= 250 and top < 0.12:
         return f"random words: its ten commonest make {top:.0%}, in written text 15 % and more"
     if len(counts) <= 0.05 * len(words):
@@ -301,7 +302,7 @@ def looks_synthetic(text: str) -> str | None:
 def synthetic_texts(texts: Mapping[str, str]) -> dict[str, str]:
     """By prompt id why it looks synthetic. Texts too short to tell are judged joined, and named together."""
     found = {name: why for name, text in texts.items() if (why := looks_synthetic(text))}
-    short = {name: text for name, text in texts.items() if len(WORD.findall(text)) < 60}
+    short = {name: text for name, text in texts.items() if len(WORD.findall(text)) < JUDGED_WORDS}
     why = looks_synthetic("\n".join(short.values()))
     if why and "phrase" not in why:  # a template before each short question is no loop
         found.update(dict.fromkeys(short, why))
@@ -896,9 +897,7 @@ def divergence_gate(between: set[str], within: set[str], known: int, prompts: Se
     only = sorted(between - within)
     share = len(only) / max(len(prompts), 1)
     said = (f"{len(between)} of {len(prompts)} prompts answered differently than by the base (compared on seconds per "
-            f"token only), {len(within)} of them differ within the base too" if between & within or not only else
-            f"{len(only)} of {len(prompts)} prompts answered differently than by the base, none of them within the "
-            "base (compared on seconds per token only)")
+            f"token only), {len(between & within)} of them differ within the base too")
     if share > DIVERGING:
         return Gate("diverged", "output", False, f"{said}; {share:.0%} differ only between the arms, "
                     f"{DIVERGING:.0%} are tolerated: {_some(only)}; compare the answers")
@@ -974,6 +973,13 @@ def output_gates(base: Arm, variant: Arm, prompts: Sequence[str]) -> list[Gate]:
     return gates
 
 
+def p95(values: Floats) -> Floats:
+    """95th percentile along the last axis by nearest rank, NaN left out; there must be a value."""
+    ranked = np.sort(values, axis=-1)  # NaN come last
+    rank = np.ceil(0.95 * (~np.isnan(values)).sum(axis=-1, keepdims=True)).astype(np.intp) - 1
+    return np.take_along_axis(ranked, rank, -1)[..., 0]
+
+
 def tail_gate(name: str, key: str, base: Arm, variant: Arm, prompts: Sequence[str], d: float, found: Estimate,
               rng: np.random.Generator) -> Gate:
     """The 95th percentile of a time over all requests is not worse by more than d, beyond what noise explains."""
@@ -981,11 +987,10 @@ def tail_gate(name: str, key: str, base: Arm, variant: Arm, prompts: Sequence[st
     left, right = base.values(prompts, key), variant.values(prompts, key)
     if len(prompts) < 2:
         return Gate(name, "cost", None, f"p95 {what}: too few prompts with the same answer in both arms")
-    ratio = float(np.nanpercentile(right, 95) / max(float(np.nanpercentile(left, 95)), 1e-9))
+    ratio = float(p95(right.ravel()) / max(float(p95(left.ravel())), 1e-9))
     picked = rng.integers(0, len(prompts), (TAIL_DRAWS, len(prompts)))
-    flat = (TAIL_DRAWS, -1)
-    tops = [np.nanpercentile(side[picked].reshape(flat), 95, axis=1) for side in (left, right)]
-    logs = np.log(np.maximum(tops[1], 1e-9) / np.maximum(tops[0], 1e-9))
+    tops = [np.maximum(p95(side[picked].reshape(TAIL_DRAWS, -1)), 1e-9) for side in (left, right)]
+    logs = np.log(tops[1] / tops[0])
     low = math.exp(float(np.percentile(logs + rng.standard_t(found.df, TAIL_DRAWS) * found.boot_sd, 2.5)))
     ok = ratio <= 1 + d or low <= 1
     said = f"p95 {what} is {ratio:.3f} times the base's (lower 95 % bound {low:.3f})"

@@ -77,10 +77,10 @@ def test_a_host_that_cannot_be_reached(host: Host, tmp_path: Path) -> None:
 def test_without_root(host: Host) -> None:
     before = host.picture()
     host.sh(
-        "id operator >/dev/null 2>&1 || useradd --create-home operator; install -d -o operator -m 700 "
-        "/home/operator/.ssh && install -o operator -m 600 /root/.ssh/authorized_keys /home/operator/.ssh/"
+        "id somebody >/dev/null 2>&1 || useradd --create-home somebody; install -d -o somebody -m 700 "
+        "/home/somebody/.ssh && install -o somebody -m 600 /root/.ssh/authorized_keys /home/somebody/.ssh/"
     )
-    run = host.deploy("ngram", ansible_user="operator", ansible_become=False)
+    run = host.deploy("ngram", ansible_user="somebody", ansible_become=False)
     one_error(run, "root")
     assert run.recap()["failed"] == 1
     assert run.recap()["changed"] == 0, run.text[-3000:]

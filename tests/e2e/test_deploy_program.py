@@ -47,7 +47,7 @@ def test_refused_is_2(host: Host) -> None:
     for words, said in (
         (("ngrm",), "variant 'ngrm' does not exist"),
         (("mistyped", "--preflight"), "ngramm"),
-        (("ngram", "-e", "nonsense"), "expected KEY=VALUE"),
+        (("ngram", "-e", "nonsense"), "expected K=V"),
     ):
         run = deploy(host, *words).wait()
         assert run.code == 2, run.text[-3000:]
@@ -80,6 +80,15 @@ def test_check_is_0_and_changes_nothing(host: Host) -> None:
     run = deploy(host, "ngram", "--check").wait()
     assert run.code == 0, run.text[-3000:]
     assert "stops 'baseline' and drops its traffic until 'ngram' has loaded" in run.flat, run.text
+    assert host.picture() == before
+
+
+def test_preflight_is_0_and_says_what_the_engine_made_of_it(host: Host) -> None:
+    before = host.picture()
+    run = deploy(host, "ngram", "--preflight").wait()
+    assert run.code == 0, run.text[-3000:]
+    assert "vLLM 0.32.0 accepts the variant" in run.flat, run.text
+    assert "speculative prompt_lookup_min: 4" in run.flat
     assert host.picture() == before
 
 

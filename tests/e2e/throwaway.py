@@ -296,6 +296,11 @@ class Host:
 
     def ensure_serving(self, variant: str) -> None:
         """Have that variant serve, without caring what came before; the cheap way between two tests."""
+        until(
+            lambda: self.show("swapgate-swap.service", "ActiveState")["ActiveState"] in ("inactive", "failed"),
+            150,
+            "the end of the swap of the test before",
+        )
         swap = self.swap(variant)
         if swap["outcome"] not in ("swapped", "unchanged"):
             raise HostError(f"'{variant}' cannot be brought back for the next test: {json.dumps(swap, indent=1)}")

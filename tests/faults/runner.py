@@ -275,6 +275,7 @@ def attempt(bed: beds.Bed, row: Row) -> Result:
             if follower.pending and not swap.get("outcome") == "refused":
                 raise Missed(f"never came to {[one[0] for one in follower.pending]}; phases: {follower.events}")
         client.asking = True
+        stage.phase = ""
         for action in row.at.get("end", ()):
             moment = stage.act(action)
             follower.acted_at = follower.acted_at or moment
@@ -341,7 +342,8 @@ def _judge(
     if noticed is not None and result.outcome != "swapped":
         result.noticed_s = round(max(0.0, noticed - moment), 1)
     again = [when for when in client.good if when > moment]
-    stopped = follower.began("stop") is not None or not row.target
+    power = any(action in ("power-cut", "reboot") for actions in row.at.values() for action in actions)
+    stopped = follower.began("stop") is not None or not row.target or power
     if stopped and row.serves and result.outcome not in ("swapped", "unchanged"):
         back = follower.began("rollback-start") or moment
         again = [when for when in again if when >= back]

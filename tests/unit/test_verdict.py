@@ -100,14 +100,26 @@ def test_interval_is_that_of_a_slow_bootstrap():
     rng = np.random.default_rng(3)
     base = [verdict.Boot(n, rng.normal(0, 0.2, (20, 3))) for n in (0, 2)]
     variant = [verdict.Boot(1, rng.normal(-0.3, 0.2, (20, 3)))]
-    base[0].logs[4, 1] = base[1].logs[7] = np.nan  # a failed request, and a prompt that one load never answered
+    base[0].logs[::2, 1] = base[1].logs[7] = np.nan  # failed requests, and a prompt that one load never answered
+    variant[0].logs[::3, 0] = np.nan
     ones = np.ones(20)
-    found = verdict.estimate(base, variant, ones, ones, verdict.BootSpread(0.0, 9), np.random.default_rng(1), 20_000)
-    value, low, high = slow_interval(base, variant, 4_000, 2)
+    found = verdict.estimate(base, variant, ones, ones, verdict.BootSpread(0.0, 9), np.random.default_rng(1), 10_000)
+    value, low, high = slow_interval(base, variant, 2_500, 2)
     assert found.value == pytest.approx(value, abs=1e-12)
     assert found.low == pytest.approx(low, abs=0.01)
     assert found.high == pytest.approx(high, abs=0.01)
     assert 0.05 < found.high - found.value < 0.4
+
+
+def test_decode_time_is_per_token_after_the_first():
+    lines = lines_of(effect=1.0, sd=0.0, noise=0.0)
+    for line in requests(lines, "B"):  # as fast, but only two tokens long
+        line["decode_s"] /= line["output_tokens"] - 1
+        line["output_tokens"] = 2
+    result = judged(lines)
+    assert result["speedup"]["value"] == pytest.approx(1)
+    first = requests(lines, "B")[0]
+    assert result["by_prompt"][0]["variant_ms_per_token"] == pytest.approx(1000 * first["decode_s"])
 
 
 def test_boot_spread_enters_the_interval_unless_the_load_is_shared():
@@ -196,8 +208,9 @@ def test_everything_is_stated():
 
 def test_a_run_is_judged_the_same_twice_and_by_its_seed():
     lines = lines_of()
-    assert judged(lines) == judged(lines)
-    assert judged(lines, seed=6)["speedup"]["low"] != judged(lines)["speedup"]["low"]
+    first = judged(lines)
+    assert judged(lines) == first
+    assert judged(lines, seed=6)["speedup"]["low"] != first["speedup"]["low"]
 
 
 def test_one_load_each_is_undecided_where_boots_vary():
@@ -233,7 +246,9 @@ def test_weights_by_class():
     for line in requests(lines, "B"):
         if line["class"] == "code_edit":
             line["decode_s"] /= 2
-    even = judged(lines, weights=dict.fromkeys(KINDS, 1.0))
+    few = [line for line in lines if line.get("class") != "code_edit" or line in requests(lines, None, 6)]
+    assert judged(few)["speedup"]["value"] == pytest.approx(2 ** (2 / 20), rel=0.01)
+    even = judged(few, weights=dict.fromkeys(KINDS, 1.0))
     mostly = judged(lines, weights={**dict.fromkeys(KINDS, 1.0), "code_edit": 5.0})
     alone = judged(lines, weights={**dict.fromkeys(KINDS, 0.0), "code_edit": 1.0})
     assert even["speedup"]["value"] == pytest.approx(2 ** 0.25, rel=0.01)
@@ -404,6 +419,11 @@ def test_every_failing_gate_has_a_row():
     assert names | {"short_base"} == {name for name, *_ in GATES}
 
 
+def test_p95_is_the_nearest_rank_of_what_is_known():
+    values = np.array([[*range(1, 21)], [7.0, *[np.nan] * 19], [3.0, 1.0, 2.0, *[np.nan] * 17]], float)
+    assert verdict.p95(values).tolist() == [19, 7, 3]
+
+
 def test_the_tail_fails_beyond_what_boots_explain_only():
     lines = change("B", ttft_s=lambda line: line["ttft_s"] * 1.08)(lines_of(effect=1.4))
     assert judged(lines)["reasons"] == ["ttft_p95"]
@@ -422,16 +442,23 @@ def test_answers_that_differ_within_the_base_too_are_no_change():
     assert len(result["diverged"]) == 12
 
 
-def test_two_differing_prompts_are_flagged_and_compared_on_seconds_per_token_only():
-    # Both long answers break off early: their end-to-end time says nothing, their time per token does.
-    lines = change("B", 2, token_ids=lambda line: line["token_ids"][:40], output_tokens=40,
-                   decode_s=lambda line: line["decode_s"] * 39 / (line["output_tokens"] - 1),
-                   e2e_s=lambda line: line["e2e_s"] * 40)(lines_of(effect=1.4))
-    for line in requests(lines, "B", 2):
-        line["decode_s"] = min(line["decode_s"], line["e2e_s"])
+def test_differing_prompts_are_flagged_and_compared_on_seconds_per_token_only():
+    # A tenth of the answers go on for long: their end-to-end time says nothing, their time per token does.
+    lines = lines_of(effect=1.4, prompts=200)
+    longer = {line["prompt_id"]: line["token_ids"] * 20 for line in requests(lines, "B", 20)}
+    for line in requests(lines, "B", 20):
+        per_token = line["decode_s"] / (line["output_tokens"] - 1)
+        line.update(output_tokens=4000, token_ids=longer[line["prompt_id"]], decode_s=per_token * 3999)
+        line["e2e_s"] = total_seconds(line)
     result = judged(lines)
-    assert result["diverged"] == ["p0", "p1"]
-    assert "e2e_p95" not in result["reasons"]
+    assert result["diverged"] == list(longer)
+    assert not {"diverged", "e2e_p95"} & set(result["reasons"])
+    assert result["by_prompt"][0]["speedup"] == pytest.approx(1.4, rel=0.2)
+    for line in requests(lines, "A", 20):  # the same times, of what is now the same answers
+        line["token_ids"] = longer[line["prompt_id"]]
+    same = judged(lines)
+    assert same["diverged"] == []
+    assert "e2e_p95" in same["reasons"]
 
 
 def test_without_answers_divergence_is_unknown():
@@ -541,6 +568,8 @@ def test_committed_simulation_is_what_the_page_and_the_closed_form_say():
                                 "request_sd", "pass_sd", "boot_sd")})
         formula = verdict.power(plan)["smallest_effect"]
         assert formula == pytest.approx(row["smallest_effect_closed_form"])
+        if row["one_load"]:  # with several loads of the base, its drift refuses some too
+            assert row["null_refused_closed_form"] == pytest.approx(row["refused"], abs=0.03), row["plan"]
         if row["smallest_effect"] and row["refused"] < 0.05:
             assert formula == pytest.approx(row["smallest_effect"], rel=0.06), row["plan"]
 
@@ -549,6 +578,15 @@ def test_more_prompts_and_boots_find_smaller_effects():
     plans = ["prompts=24", "prompts=72", "prompts=72 boots=3,3", "prompts=72 boots=1,1 one_load=1"]
     effects = [verdict.power(verdict.parse_plan(plan))["smallest_effect"] for plan in plans]
     assert effects == sorted(effects, reverse=True)
+
+
+def test_the_closed_form_knows_how_well_the_boot_spread_is_known():
+    def half(df):
+        return math.log1p(verdict.power(verdict.Plan(prompt_sd=0, request_sd=0, pass_sd=0, variant_boots=2,
+                                                     known=verdict.BootSpread(0.045, df)))["interval"])
+
+    assert half(1000) == pytest.approx(1.96 * 0.045, rel=0.01)
+    assert half(3) == pytest.approx(2.571 * 0.045, rel=0.01)  # Student's t with 3 + 2 degrees of freedom
 
 
 def test_a_plan_whose_null_run_fails_says_so():

@@ -37,8 +37,11 @@ import numpy.typing as npt
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 20
 # 60 settings: each pair min <= max of 1..4, with six draft lengths.
-GRID = "; ".join(f"k={k} min={low} max={high}" for low, high in itertools.combinations_with_replacement(range(1, 5), 2)
-                 for k in (1, 2, 3, 4, 5, 8))
+GRID = "; ".join(
+    f"k={k} min={low} max={high}"
+    for low, high in itertools.combinations_with_replacement(range(1, 5), 2)
+    for k in (1, 2, 3, 4, 5, 8)
+)
 CLASSES = ("edit", "quote", "write")
 ROUNDS = 3
 
@@ -77,7 +80,7 @@ def requests(ids: Ids, outputs: int, seed: int) -> Iterator[dict[str, Any]]:
 def passage(ids: Ids, chance: random.Random, length: int) -> list[int]:
     """So many adjacent tokens from anywhere in the texts."""
     start = chance.randrange(len(ids) - length)
-    found: list[int] = ids[start:start + length].tolist()
+    found: list[int] = ids[start : start + length].tolist()
     return found
 
 
@@ -88,7 +91,7 @@ def edited(ids: Ids, prompt: list[int], size: int, chance: random.Random) -> lis
         at = 0
         while at < len(prompt):
             length = 1 + int(chance.expovariate(1 / 30))
-            answer += prompt[at:at + length] + passage(ids, chance, chance.randint(0, 3))
+            answer += prompt[at : at + length] + passage(ids, chance, chance.randint(0, 3))
             at += length + chance.randint(0, 2)
     return answer
 
@@ -98,7 +101,7 @@ def quoted(ids: Ids, prompt: list[int], size: int, chance: random.Random) -> lis
     answer: list[int] = []
     while len(answer) < size:
         start = chance.randrange(len(prompt))
-        answer += passage(ids, chance, chance.randint(10, 60)) + prompt[start:start + chance.randint(5, 30)]
+        answer += passage(ids, chance, chance.randint(10, 60)) + prompt[start : start + chance.randint(5, 30)]
     return answer
 
 
@@ -131,10 +134,13 @@ def measure(options: argparse.Namespace) -> int:
                 stream.write(json.dumps(line) + "\n")
         settings = replay.parse_grid(GRID)
         result: dict[str, Any] = {
-            "what": "acceptance replay, speed", "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "what": "acceptance replay, speed",
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "machine": {"cpus": len(os.sched_getaffinity(0)), "cpu": cpu_name(), "python": platform.python_version()},
             "tokenizer": Path(options.tokenizer).name if options.tokenizer else "pattern",
-            "settings": len(settings), "seed": SEED, "load_average_before": os.getloadavg(),
+            "settings": len(settings),
+            "seed": SEED,
+            "load_average_before": os.getloadavg(),
         }
         cold = {"NUMBA_CACHE_DIR": str(Path(folder) / "cache")}
         result["command_cold_s"] = timed(lambda: command(file, options.semantics, cold))[0]
@@ -142,11 +148,15 @@ def measure(options: argparse.Namespace) -> int:
         with file.open("rb") as recorded:
             load_s, transcripts = timed(lambda: replay.read_transcripts(recorded, file.name))
         rule = replay.Rule(options.semantics)
-        result.update({
-            "semantics": options.semantics, "requests": len(transcripts), "read_s": load_s,
-            "output_tokens": sum(one.outputs for one in transcripts),
-            "prompt_tokens": sum(one.prompt for one in transcripts),
-        })
+        result.update(
+            {
+                "semantics": options.semantics,
+                "requests": len(transcripts),
+                "read_s": load_s,
+                "output_tokens": sum(one.outputs for one in transcripts),
+                "prompt_tokens": sum(one.prompt for one in transcripts),
+            }
+        )
         summary = replay.Summary(settings)
         for transcript in transcripts:  # compiles, too
             summary.add(replay.replay(transcript, settings, rule))
@@ -158,7 +168,8 @@ def measure(options: argparse.Namespace) -> int:
 
         result["replay_s"] = [timed(replayed)[0] for _ in range(ROUNDS)]
         result["tokens_per_step_range"] = {
-            cls or "all": [min(values), max(values)] for cls in (None, *CLASSES)
+            cls or "all": [min(values), max(values)]
+            for cls in (None, *CLASSES)
             if (values := [row["tokens_per_step"] for row in summary.rows() if row["class"] == cls])
         }
         same = True
@@ -173,9 +184,22 @@ def measure(options: argparse.Namespace) -> int:
 def command(file: Path, semantics: str, more: dict[str, str]) -> None:
     """The command line, reading the file and printing every row; what it prints is thrown away."""
     subprocess.run(
-        [sys.executable, str(ROOT / "scripts/predict.py"), "replay", str(file), "--grid", GRID, "--json",
-         "--semantics", semantics],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, env={**os.environ, **more})
+        [
+            sys.executable,
+            str(ROOT / "scripts/predict.py"),
+            "replay",
+            str(file),
+            "--grid",
+            GRID,
+            "--json",
+            "--semantics",
+            semantics,
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=True,
+        env={**os.environ, **more},
+    )
 
 
 def cpu_name() -> str:
@@ -190,14 +214,15 @@ def side_by_side(
     """Ours and the engine's loop, in turns, over the first requests; whether both found the same."""
     from scripts import replay
 
-    subset = transcripts[:options.subset]
+    subset = transcripts[: options.subset]
     work = {
         "settings": [[setting.k, setting.min, setting.max] for setting in settings],
         "requests": [[one.prompt, one.tokens.tolist()] for one in subset],
     }
     ours, theirs = [], []
-    with subprocess.Popen([options.engine, __file__, "--as-engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True) as engine:
+    with subprocess.Popen(
+        [options.engine, __file__, "--as-engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as engine:
         if engine.stdin is None or engine.stdout is None:
             raise RuntimeError("the engine's process has no pipes")
         engine.stdin.write(json.dumps(work) + "\n")
@@ -211,10 +236,16 @@ def side_by_side(
     rows = [[row["drafted"], row["accepted"]] for replayed in found for row in replayed.rows()]
     mine = statistics.median(ours)
     result = {
-        "requests": len(subset), "output_tokens": sum(one.outputs for one in subset),
-        "prompt_tokens": sum(one.prompt for one in subset), "settings": len(settings), "rounds": ROUNDS,
-        "steps": sum(len(row[0]) for row in rows), "version": theirs[0]["version"], "replay_s": ours,
-        "engine_class_s": [one["class_s"] for one in theirs], "engine_kernel_s": [one["kernel_s"] for one in theirs],
+        "requests": len(subset),
+        "output_tokens": sum(one.outputs for one in subset),
+        "prompt_tokens": sum(one.prompt for one in subset),
+        "settings": len(settings),
+        "rounds": ROUNDS,
+        "steps": sum(len(row[0]) for row in rows),
+        "version": theirs[0]["version"],
+        "replay_s": ours,
+        "engine_class_s": [one["class_s"] for one in theirs],
+        "engine_kernel_s": [one["kernel_s"] for one in theirs],
         "times_faster_than_class": statistics.median(one["class_s"] for one in theirs) / mine,
         "times_faster_than_kernel": statistics.median(one["kernel_s"] for one in theirs) / mine,
         "same_steps": all(one["rows"] == rows for one in theirs),
@@ -233,11 +264,18 @@ def answer_of(lines: Iterable[str]) -> dict[str, Any]:
 
 def engine_ids(options: argparse.Namespace, text: str) -> Ids:
     """Token ids by the tokenizer of a model's folder, through the engine's Python."""
-    code = ("import sys, json, tokenizers; t = tokenizers.Tokenizer.from_file(sys.argv[1] + '/tokenizer.json');"
-            "print(json.dumps([i for part in json.load(sys.stdin) for i in t.encode(part).ids]))")
-    parts = [text[at:at + 20_000] for at in range(0, len(text), 20_000)]
-    done = subprocess.run([options.engine, "-c", code, options.tokenizer], input=json.dumps(parts), text=True,
-                          stdout=subprocess.PIPE, check=True)
+    code = (
+        "import sys, json, tokenizers; t = tokenizers.Tokenizer.from_file(sys.argv[1] + '/tokenizer.json');"
+        "print(json.dumps([i for part in json.load(sys.stdin) for i in t.encode(part).ids]))"
+    )
+    parts = [text[at : at + 20_000] for at in range(0, len(text), 20_000)]
+    done = subprocess.run(
+        [options.engine, "-c", code, options.tokenizer],
+        input=json.dumps(parts),
+        text=True,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
     return np.array(json.loads(done.stdout), np.int32)
 
 
@@ -256,11 +294,16 @@ def as_engine() -> None:
     longest = max(len(tokens) for _, tokens in texts)
 
     def by_class(k: int, low: int, high: int) -> Callable[[Ids, Ids, int], Any]:
-        proposer = ngram_proposer.NgramProposer(SimpleNamespace(
-            speculative_config=SimpleNamespace(prompt_lookup_min=low, prompt_lookup_max=high, num_speculative_tokens=k),
-            model_config=SimpleNamespace(max_model_len=longest + 64),
-            scheduler_config=SimpleNamespace(max_num_seqs=1024),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1)))
+        proposer = ngram_proposer.NgramProposer(
+            SimpleNamespace(
+                speculative_config=SimpleNamespace(
+                    prompt_lookup_min=low, prompt_lookup_max=high, num_speculative_tokens=k
+                ),
+                model_config=SimpleNamespace(max_model_len=longest + 64),
+                scheduler_config=SimpleNamespace(max_num_seqs=1024),
+                parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            )
+        )
         known = np.zeros(1, np.int32)
 
         def draft(tokens: Ids, batch: Ids, t: int) -> Any:

@@ -98,12 +98,17 @@ def cell(task: tuple[int, str, verdict.Plan, int]) -> dict[str, Any]:
     weighed = verdict.power(plan)
     smallest = float(effects[math.ceil(0.9 * runs) - 1])
     return {
-        "plan": name, **{key: value for key, value in asdict(plan).items() if key != "known"}, "runs": runs,
-        "false_faster": words.count("faster") / runs, "false_slower": words.count("slower") / runs,
+        "plan": name,
+        **{key: value for key, value in asdict(plan).items() if key != "known"},
+        "runs": runs,
+        "false_faster": words.count("faster") / runs,
+        "false_slower": words.count("slower") / runs,
         # A variant that is faster by exactly d is not faster by more than d.
         "faster_at_d": float(np.mean(effects < math.log1p(verdict.FLOOR))),
-        "equivalent": words.count("equivalent") / runs, "undecided": words.count("undecided") / runs,
-        "refused": words.count("refused") / runs, "null_refused_closed_form": weighed["null_refused"],
+        "equivalent": words.count("equivalent") / runs,
+        "undecided": words.count("undecided") / runs,
+        "refused": words.count("refused") / runs,
+        "null_refused_closed_form": weighed["null_refused"],
         "interval_holds_truth": float(np.mean([low <= 0 <= high for *_, low, high in found])),
         "smallest_effect": math.exp(smallest) if math.isfinite(smallest) else None,
         "smallest_effect_closed_form": weighed["smallest_effect"],
@@ -120,9 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.runs < 20:
         parser.error(f"--runs: found {options.runs}, expected 20 or more: a 90 % quantile of fewer says nothing")
     os.nice(15)
-    tasks = [(number, name, replace(plan, prompt_sd=prompt_sd, boot_sd=boot_sd), options.runs)
-             for number, ((name, plan), prompt_sd, boot_sd)
-             in enumerate(itertools.product(PLANS.items(), PROMPT_SDS, BOOT_SDS))]
+    tasks = [
+        (number, name, replace(plan, prompt_sd=prompt_sd, boot_sd=boot_sd), options.runs)
+        for number, ((name, plan), prompt_sd, boot_sd) in enumerate(
+            itertools.product(PLANS.items(), PROMPT_SDS, BOOT_SDS)
+        )
+    ]
     started = time.monotonic()
     rows = []
     with ProcessPoolExecutor(2) as pool:
@@ -131,23 +139,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in pool.map(cell, tasks):
             rows.append(row)
             shown = "never" if row["smallest_effect"] is None else f"{row['smallest_effect']:.3f}"
-            formula = "never" if row["smallest_effect_closed_form"] is None else (
-                f"{row['smallest_effect_closed_form']:.3f}")
-            print(f"{row['plan']:24} {row['prompt_sd']:.2f}  {row['boot_sd']:.2f}  {row['false_faster']:6.1%} "
-                  f"{row['faster_at_d']:6.1%} {row['interval_holds_truth']:6.1%}  {row['refused']:6.1%}  {shown:>5} "
-                  f"       {formula:>5}", flush=True)
+            formula = (
+                "never" if row["smallest_effect_closed_form"] is None else (f"{row['smallest_effect_closed_form']:.3f}")
+            )
+            print(
+                f"{row['plan']:24} {row['prompt_sd']:.2f}  {row['boot_sd']:.2f}  {row['false_faster']:6.1%} "
+                f"{row['faster_at_d']:6.1%} {row['interval_holds_truth']:6.1%}  {row['refused']:6.1%}  {shown:>5} "
+                f"       {formula:>5}",
+                flush=True,
+            )
     runs = sum(row["runs"] for row in rows)
     false = sum(row["false_faster"] * row["runs"] for row in rows) / runs
     result = {
-        "what": "verdict, drawn runs with no effect on average", "seed": SEED, "draws": DRAWS, "runs": runs,
-        "false_faster": false, "worst_false_faster": max(row["false_faster"] for row in rows),
-        "wall_s": time.monotonic() - started, "cpu_s": sum(row["cpu_s"] for row in rows),
+        "what": "verdict, drawn runs with no effect on average",
+        "seed": SEED,
+        "draws": DRAWS,
+        "runs": runs,
+        "false_faster": false,
+        "worst_false_faster": max(row["false_faster"] for row in rows),
+        "wall_s": time.monotonic() - started,
+        "cpu_s": sum(row["cpu_s"] for row in rows),
         "machine": {"cpus": os.cpu_count(), "python": platform.python_version(), "numpy": np.__version__},
         "rows": rows,
     }
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"{runs} runs: false faster {false:.2%}, at worst {result['worst_false_faster']:.1%}; "
-          f"{result['cpu_s']:.0f} s of one core")
+    print(
+        f"{runs} runs: false faster {false:.2%}, at worst {result['worst_false_faster']:.1%}; "
+        f"{result['cpu_s']:.0f} s of one core"
+    )
     return 0 if result["worst_false_faster"] < 0.05 else 1
 
 

@@ -79,7 +79,8 @@ def table_of(rows: Sequence[dict[str, Any]], rule: replay.Rule) -> Table:
     table = Table(
         title=f"Replayed acceptance, semantics {rule.semantics}{limit}",
         caption=f"tokens/step is the free-verify bound; {rule.semantics} is {replay.CHECKED[rule.semantics]}",
-        title_justify="left", caption_justify="left",
+        title_justify="left",
+        caption_justify="left",
     )
     table.add_column("class", overflow="fold")
     for name in ("k", "min", "max", "requests", "tokens", "steps", "tokens/step", "steps with\ndrafts, %"):
@@ -107,8 +108,10 @@ def read(path: str, max_model_len: int | None) -> list[replay.Transcript]:
         with Path(path).open("rb") as stream:
             return replay.read_transcripts(stream, path, max_model_len)
     except OSError as error:
-        raise replay.InputError(f"{path}: cannot be read: {error.strerror or error}; expected a JSONL file of "
-                                "transcripts, or - for standard input") from error
+        raise replay.InputError(
+            f"{path}: cannot be read: {error.strerror or error}; expected a JSONL file of "
+            "transcripts, or - for standard input"
+        ) from error
 
 
 def command_replay(options: argparse.Namespace) -> int:
@@ -132,10 +135,16 @@ def command_replay(options: argparse.Namespace) -> int:
     for transcript in transcripts:
         summary.add(replay.replay(transcript, settings, rule))
     if options.json:
-        print(json.dumps({
-            "semantics": rule.semantics, "checked": replay.CHECKED[rule.semantics], "max_model_len": rule.max_model_len,
-            "summary": summary.rows(),
-        }))
+        print(
+            json.dumps(
+                {
+                    "semantics": rule.semantics,
+                    "checked": replay.CHECKED[rule.semantics],
+                    "max_model_len": rule.max_model_len,
+                    "summary": summary.rows(),
+                }
+            )
+        )
     else:
         width = None if sys.stdout.isatty() else PLAIN_WIDTH
         Console(width=width).print(table_of(summary.rows(), rule))
@@ -154,15 +163,25 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True, metavar="command")
     one = commands.add_parser(
-        "replay", help="replay acceptance over recorded answers", description=REPLAY_HELP, epilog=REPLAY_END,
+        "replay",
+        help="replay acceptance over recorded answers",
+        description=REPLAY_HELP,
+        epilog=REPLAY_END,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     one.add_argument("file", metavar="FILE.jsonl", help="transcripts, one a line, or - for standard input")
-    one.add_argument("--grid", required=True, help='settings with ";" between: "k=5 min=4 max=4; k=2 min=1 max=4", in '
-                                                   f"tokens, each 1..{replay.LARGEST}")
+    one.add_argument(
+        "--grid",
+        required=True,
+        help=f'settings with ";" between: "k=5 min=4 max=4; k=2 min=1 max=4", in tokens, each 1..{replay.LARGEST}',
+    )
     one.add_argument("--semantics", required=True, choices=replay.SEMANTICS, help="rule of the runner that will serve")
-    one.add_argument("--max-model-len", type=length, metavar="TOKENS",
-                     help="limit of the server, prompt and answer together: cuts the last drafts as the engine does")
+    one.add_argument(
+        "--max-model-len",
+        type=length,
+        metavar="TOKENS",
+        help="limit of the server, prompt and answer together: cuts the last drafts as the engine does",
+    )
     one.add_argument("--json", action="store_true", help="print JSON instead of a table")
     one.add_argument("--summary", action="store_true", help="with --json: sums per class instead of steps per request")
     one.set_defaults(run=command_replay)
@@ -181,8 +200,11 @@ def main(arguments: Iterable[str] | None = None) -> int:
     except OSError as error:
         # Else the interpreter, flushing once more at its end, would print a second, unclear error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"predict {options.command}: standard output cannot be written: {error.strerror or error}; expected a "
-              "reader that takes all of it, or a file with room", file=sys.stderr)
+        print(
+            f"predict {options.command}: standard output cannot be written: {error.strerror or error}; expected a "
+            "reader that takes all of it, or a file with room",
+            file=sys.stderr,
+        )
         return 1
     return code
 

@@ -129,11 +129,14 @@ class Replayed:
         """One row per setting, as `predict.py replay --json` prints it."""
         return [
             {
-                "id": self.transcript.id, "class": self.transcript.cls,
-                "k": setting.k, "min": setting.min, "max": setting.max,
+                "id": self.transcript.id,
+                "class": self.transcript.cls,
+                "k": setting.k,
+                "min": setting.min,
+                "max": setting.max,
                 "steps": self.steps(i),
-                "drafted": self.drafted[self.starts[i]:self.starts[i + 1]].tolist(),
-                "accepted": self.accepted[self.starts[i]:self.starts[i + 1]].tolist(),
+                "drafted": self.drafted[self.starts[i] : self.starts[i + 1]].tolist(),
+                "accepted": self.accepted[self.starts[i] : self.starts[i + 1]].tolist(),
                 "tokens_per_step": self.tokens_per_step(i),
             }
             for i, setting in enumerate(self.settings)
@@ -146,10 +149,11 @@ class Replayed:
         parts = []
         for i, setting in enumerate(self.settings):
             part = slice(self.starts[i], self.starts[i + 1])
-            drafted = buffer[:_write_numbers(self.drafted[part], buffer)].tobytes()
-            accepted = buffer[:_write_numbers(self.accepted[part], buffer)].tobytes()
+            drafted = buffer[: _write_numbers(self.drafted[part], buffer)].tobytes()
+            accepted = buffer[: _write_numbers(self.accepted[part], buffer)].tobytes()
             parts.append(
-                head.encode() + b'"k":%d,"min":%d,"max":%d,' % (setting.k, setting.min, setting.max)
+                head.encode()
+                + b'"k":%d,"min":%d,"max":%d,' % (setting.k, setting.min, setting.max)
                 + b'"steps":%d,"drafted":[%s],"accepted":[%s],' % (self.steps(i), drafted, accepted)
                 + b'"tokens_per_step":%s}' % json.dumps(self.tokens_per_step(i)).encode()
             )
@@ -176,8 +180,8 @@ class Total:
         self.requests += 1
         self.tokens += max(0, replayed.transcript.outputs - 1)
         self.steps += replayed.steps(i)
-        self.drafted_steps += replayed.drafted_steps[i, :self.setting.k + 1]
-        self.accepted_steps += replayed.accepted_steps[i, :self.setting.k + 1]
+        self.drafted_steps += replayed.drafted_steps[i, : self.setting.k + 1]
+        self.accepted_steps += replayed.accepted_steps[i, : self.setting.k + 1]
 
     def row(self, cls: str | None) -> dict[str, Any]:
         """One row of the summary; class None is all classes together. Shares are None where nothing was counted."""
@@ -185,12 +189,19 @@ class Total:
         accepted = _at_least(self.accepted_steps)
         drafting = drafted[0]
         return {
-            "class": cls, "k": self.setting.k, "min": self.setting.min, "max": self.setting.max,
-            "requests": self.requests, "tokens": self.tokens, "steps": self.steps,
+            "class": cls,
+            "k": self.setting.k,
+            "min": self.setting.min,
+            "max": self.setting.max,
+            "requests": self.requests,
+            "tokens": self.tokens,
+            "steps": self.steps,
             "tokens_per_step": self.tokens / self.steps if self.steps else None,
             "draft_step_share": drafting / self.steps if self.steps else None,
-            "drafted": sum(drafted), "accepted": sum(accepted),
-            "drafted_by_position": drafted, "accepted_by_position": accepted,
+            "drafted": sum(drafted),
+            "accepted": sum(accepted),
+            "drafted_by_position": drafted,
+            "accepted_by_position": accepted,
             "acceptance_by_position": [a / d if d else None for d, a in zip(drafted, accepted)],
         }
 
@@ -239,8 +250,10 @@ def parse_grid(text: str) -> tuple[Setting, ...]:
             values[name] = int(value)
         absent = [name for name in ("k", "min", "max") if name not in values]
         if absent:
-            raise InputError(f"{where}: {' and '.join(absent)} not given; name k, min and max (an engine sets an "
-                             "absent min or max equal to the other one, or both to 5)")
+            raise InputError(
+                f"{where}: {' and '.join(absent)} not given; name k, min and max (an engine sets an "
+                "absent min or max equal to the other one, or both to 5)"
+            )
         setting = Setting(values["k"], values["min"], values["max"])
         if setting.min > setting.max:
             raise InputError(f"{where}: min found {setting.min}, expected at most max, which is {setting.max}")
@@ -255,12 +268,13 @@ def parse_grid(text: str) -> tuple[Setting, ...]:
 def read_transcripts(stream: Iterable[bytes], name: str, max_model_len: int | None = None) -> list[Transcript]:
     """Transcripts of the lines of a JSONL file, blank ones skipped. Errors (InputError) call the file `name`."""
     found = [
-        _transcript(line, f"{name}:{number}", max_model_len)
-        for number, line in enumerate(stream, 1) if line.strip()
+        _transcript(line, f"{name}:{number}", max_model_len) for number, line in enumerate(stream, 1) if line.strip()
     ]
     if not found:
-        raise InputError(f"{name}: found no transcript, expected one JSON object a line with {', '.join(KEYS)}; "
-                         "record some answers first")
+        raise InputError(
+            f"{name}: found no transcript, expected one JSON object a line with {', '.join(KEYS)}; "
+            "record some answers first"
+        )
     return found
 
 
@@ -268,14 +282,18 @@ def _transcript(line: bytes, where: str, max_model_len: int | None) -> Transcrip
     try:
         entry = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise InputError(f"{where}: not JSON ({error}); expected one object a line with {', '.join(KEYS)}; "
-                         "is the file cut off, or not JSONL?") from error
+        raise InputError(
+            f"{where}: not JSON ({error}); expected one object a line with {', '.join(KEYS)}; "
+            "is the file cut off, or not JSONL?"
+        ) from error
     if not isinstance(entry, dict):
         raise InputError(f"{where}: found {_kind(entry)}, expected an object with {', '.join(KEYS)}")
     absent = [key for key in KEYS if key not in entry]
     if absent:
-        raise InputError(f"{where}: {', '.join(absent)} not found among {', '.join(sorted(entry)) or 'no keys'}; "
-                         f"expected {', '.join(KEYS)}")
+        raise InputError(
+            f"{where}: {', '.join(absent)} not found among {', '.join(sorted(entry)) or 'no keys'}; "
+            f"expected {', '.join(KEYS)}"
+        )
     if not isinstance(entry["id"], (str, int)) or isinstance(entry["id"], bool):
         raise InputError(f"{where}: id found {_kind(entry['id'])}, expected a string or a whole number")
     if not isinstance(entry["class"], str):
@@ -283,8 +301,10 @@ def _transcript(line: bytes, where: str, max_model_len: int | None) -> Transcrip
     prompt = _token_ids(entry["prompt_token_ids"], f"{where}: prompt_token_ids")
     output = _token_ids(entry["output_token_ids"], f"{where}: output_token_ids")
     if max_model_len is not None and len(prompt) + len(output) > max_model_len:
-        raise InputError(f"{where}: found {len(prompt)} + {len(output)} tokens, expected at most max_model_len, "
-                         f"{max_model_len}: no server with that limit gave this answer; correct the limit")
+        raise InputError(
+            f"{where}: found {len(prompt)} + {len(output)} tokens, expected at most max_model_len, "
+            f"{max_model_len}: no server with that limit gave this answer; correct the limit"
+        )
     return Transcript(entry["id"], entry["class"], len(prompt), np.concatenate((prompt, output)))
 
 
@@ -294,14 +314,23 @@ def _token_ids(value: Any, where: str) -> Tokens:
     # Types first: in an array, true would pass as 1 and 1.5 as 1.
     if set(map(type, value)) - {int} or (value and not 0 <= min(value) <= max(value) < TOKEN_LIMIT):
         i = next(i for i, token in enumerate(value) if type(token) is not int or not 0 <= token < TOKEN_LIMIT)
-        raise InputError(f"{where}[{i}] found {json.dumps(value[i])[:40]}, expected a token id, a whole number from 0 "
-                         f"to {TOKEN_LIMIT - 1}")
+        raise InputError(
+            f"{where}[{i}] found {json.dumps(value[i])[:40]}, expected a token id, a whole number from 0 "
+            f"to {TOKEN_LIMIT - 1}"
+        )
     return np.array(value, np.int32)
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null",
-             int: "a number", float: "a number with a fraction"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "true or false",
+        type(None): "null",
+        int: "a number",
+        float: "a number with a fraction",
+    }
     return names.get(type(value), type(value).__name__)
 
 

@@ -52,7 +52,8 @@ STAGES: dict[str, list[Command]] = {
 def run_stage(name: str) -> bool:
     """Run the commands of a stage; whether all of them passed."""
     # Molecule and ansible-runner look for Ansible's programs on the PATH.
-    environment = dict(os.environ, PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}", ANSIBLE_CONFIG=str(ROOT / "ansible.cfg"))
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    environment = dict(os.environ, PATH=path, ANSIBLE_CONFIG=str(ROOT / "ansible.cfg"))
     for command, folder in STAGES[name]:
         print(f"\n[{name}] {' '.join(command).replace(f'{BIN}/', '')}", flush=True)
         if subprocess.run(command, cwd=folder, env=environment, check=False).returncode != 0:

@@ -134,8 +134,13 @@ def _whole(line: Mapping[str, Any], key: str, where: str, least: int, default: i
 
 def _seconds(line: Mapping[str, Any], key: str, where: str, above: bool) -> float:
     value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) \
-            or value < 0 or (above and value == 0):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value < 0
+        or (above and value == 0)
+    ):
         raise _wrong(where, key, value, "seconds, a finite number above 0" if above else "seconds, a finite number")
     return float(value)
 
@@ -181,11 +186,23 @@ def parse_request(line: Mapping[str, Any], where: str) -> Request:
     if isinstance(prompt, bool) or not isinstance(prompt, (str, int)) or prompt == "":
         raise _wrong(where, "prompt_id", prompt, "a text or a whole number")
     return Request(
-        where=where, arm=_text(line, "arm", where), variant=_text(line, "variant", where),
-        boot=_whole(line, "boot", where, 0), repeat=_whole(line, "repeat", where, 0),
-        concurrency=_whole(line, "concurrency", where, 1, 1), prompt=str(prompt), kind=_text(line, "class", where),
-        ttft_s=ttft, decode_s=decode, e2e_s=e2e, tokens=tokens, finish=finish, answer=answer, looping=looping,
-        error=error if failed else None, tool_call_ok=_flag(line, "tool_call_ok", where),
+        where=where,
+        arm=_text(line, "arm", where),
+        variant=_text(line, "variant", where),
+        boot=_whole(line, "boot", where, 0),
+        repeat=_whole(line, "repeat", where, 0),
+        concurrency=_whole(line, "concurrency", where, 1, 1),
+        prompt=str(prompt),
+        kind=_text(line, "class", where),
+        ttft_s=ttft,
+        decode_s=decode,
+        e2e_s=e2e,
+        tokens=tokens,
+        finish=finish,
+        answer=answer,
+        looping=looping,
+        error=error if failed else None,
+        tool_call_ok=_flag(line, "tool_call_ok", where),
         reasoning_ok=_flag(line, "reasoning_ok", where),
     )
 
@@ -214,8 +231,10 @@ def json_lines(lines: Iterable[bytes], name: str) -> Iterable[tuple[str, dict[st
             text = raw.decode("utf-8")
             value = json.loads(text) if text.strip() else None
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise InputError(f"{where}: not JSON ({error}); expected one JSON object a line; "
-                             "was the recording cut off? remove the line or record again") from error
+            raise InputError(
+                f"{where}: not JSON ({error}); expected one JSON object a line; "
+                "was the recording cut off? remove the line or record again"
+            ) from error
         if text.strip():
             if not isinstance(value, dict):
                 raise InputError(f"{where}: found {type(value).__name__}, expected one JSON object a line")
@@ -236,20 +255,28 @@ def read_run(lines: Iterable[bytes], name: str) -> Run:
         request = parse_request(line, where)
         key = (request.arm, request.boot, request.repeat, request.concurrency, request.prompt)
         if key in seen:
-            raise InputError(f"{where}: arm {request.arm}, boot {request.boot}, repeat {request.repeat}, prompt "
-                             f"{request.prompt}: found twice, first at {seen[key]}; expected once: was the same arm "
-                             "recorded twice into one file? number its boots or repeats on")
+            raise InputError(
+                f"{where}: arm {request.arm}, boot {request.boot}, repeat {request.repeat}, prompt "
+                f"{request.prompt}: found twice, first at {seen[key]}; expected once: was the same arm "
+                "recorded twice into one file? number its boots or repeats on"
+            )
         seen[key] = where
-        for what, of, table, value in (("variant of arm", request.arm, variants, request.variant),
-                                       ("class of prompt", request.prompt, kinds, request.kind)):
+        for what, of, table, value in (
+            ("variant of arm", request.arm, variants, request.variant),
+            ("class of prompt", request.prompt, kinds, request.kind),
+        ):
             known = table.setdefault(of, (value, where))
             if known[0] != value:
-                raise InputError(f"{where}: {what} {of}: found {value!r}, expected {known[0]!r} as at {known[1]}; "
-                                 "an arm is one variant, a prompt has one class")
+                raise InputError(
+                    f"{where}: {what} {of}: found {value!r}, expected {known[0]!r} as at {known[1]}; "
+                    "an arm is one variant, a prompt has one class"
+                )
         run.requests.append(request)
     if len(run.arms) < 2:
-        raise InputError(f"{name}: found {len(run.arms)} arm(s) {run.arms}, expected at least two; "
-                         "record the other arm into the same file")
+        raise InputError(
+            f"{name}: found {len(run.arms)} arm(s) {run.arms}, expected at least two; "
+            "record the other arm into the same file"
+        )
     return run
 
 
@@ -332,15 +359,20 @@ def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
     for where, line in json_lines(lines, name):
         extra = sorted(set(line) - set(PROMPT_KEYS))
         if extra:
-            raise InputError(f"{where}: found the key(s) {', '.join(extra)}, expected only {', '.join(PROMPT_KEYS)}; "
-                             "sampling is fixed by the benchmark, and ignore_eos would time text that nobody asked for")
+            raise InputError(
+                f"{where}: found the key(s) {', '.join(extra)}, expected only {', '.join(PROMPT_KEYS)}; "
+                "sampling is fixed by the benchmark, and ignore_eos would time text that nobody asked for"
+            )
         identity, kind = _text(line, "id", where), _text(line, "class", where)
         messages = line.get("messages")
         if not isinstance(messages, list) or not messages:
             raise _wrong(where, "messages", messages, 'a list of {"role", "content"}')
         for message in messages:
-            if not isinstance(message, dict) or set(message) != {"role", "content"} \
-                    or message["role"] not in ("system", "user", "assistant"):
+            if (
+                not isinstance(message, dict)
+                or set(message) != {"role", "content"}
+                or message["role"] not in ("system", "user", "assistant")
+            ):
                 raise _wrong(where, "messages", message, '{"role": system, user or assistant, "content": text}')
             _text(message, "content", where)
         if messages[-1]["role"] != "user":
@@ -348,8 +380,10 @@ def read_prompts(lines: Iterable[bytes], name: str) -> list[Prompt]:
         prompt = Prompt(identity, kind, tuple(messages), _whole(line, "max_tokens", where, 16))
         for what, table, value in (("id", ids, identity), ("text", texts, prompt.text)):
             if value in table:
-                raise InputError(f"{where}: {what}: found the same as at {table[value]}, expected every prompt to be "
-                                 "another one: a second copy counts nothing and warms caches; remove one")
+                raise InputError(
+                    f"{where}: {what}: found the same as at {table[value]}, expected every prompt to be "
+                    "another one: a second copy counts nothing and warms caches; remove one"
+                )
             table[value] = where
         prompts.append(prompt)
     if not prompts:
@@ -404,7 +438,7 @@ class BootSpread:
 
     def updated(self, *arms: Sequence[Boot]) -> BootSpread:
         """With what these arms' own loads show, prompt by prompt, added to what was known before."""
-        squares, df = self.sd ** 2 * self.df, self.df
+        squares, df = self.sd**2 * self.df, self.df
         for boots in arms:
             means = np.array([boot.mean for boot in boots])
             means = means[:, ~np.isnan(means).any(axis=0)]
@@ -444,15 +478,22 @@ def contrast(base: Sequence[Boot], variant: Sequence[Boot]) -> float:
     Loads that both arms share, because the setting was changed at run time, cancel.
     """
     numbers = {boot.number for boot in (*base, *variant)}
-    share = {number: sum(boot.number == number for boot in base) / len(base)
-             - sum(boot.number == number for boot in variant) / len(variant) for number in numbers}
-    return sum(value ** 2 for value in share.values())
+    share = {
+        number: sum(boot.number == number for boot in base) / len(base)
+        - sum(boot.number == number for boot in variant) / len(variant)
+        for number in numbers
+    }
+    return sum(value**2 for value in share.values())
 
 
 def student(df: int, z: float = Z) -> float:
     """Quantile of Student's t where the normal has `z` (Cornish-Fisher, good to 1 % from 3 degrees on)."""
-    return z + (z ** 3 + z) / (4 * df) + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * df ** 2) \
-        + (3 * z ** 7 + 19 * z ** 5 + 17 * z ** 3 - 15 * z) / (384 * df ** 3)
+    return (
+        z
+        + (z**3 + z) / (4 * df)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * df**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * df**3)
+    )
 
 
 def few_prompts(count: int) -> float:
@@ -486,8 +527,15 @@ def _resampled(boots: Sequence[Boot], picked: Indices, rng: np.random.Generator)
     return logs / seen, seconds / seen
 
 
-def estimate(base: Sequence[Boot], variant: Sequence[Boot], weights: Floats, tokens: Floats, spread: BootSpread,
-             rng: np.random.Generator, draws: int = DRAWS) -> Estimate:
+def estimate(
+    base: Sequence[Boot],
+    variant: Sequence[Boot],
+    weights: Floats,
+    tokens: Floats,
+    spread: BootSpread,
+    rng: np.random.Generator,
+    draws: int = DRAWS,
+) -> Estimate:
     """Log speed-up of `variant` over `base`, with its interval.
 
     `weights` and `tokens` (prompts,): what a prompt counts, and the tokens that the totals are taken at. Every prompt
@@ -495,8 +543,13 @@ def estimate(base: Sequence[Boot], variant: Sequence[Boot], weights: Floats, tok
     make it too narrow (1.12 at 16, 1.02 at 72). Boot-to-boot spread is added as a Student t with the spread's degrees
     of freedom, because a handful of loads cannot be resampled.
     """
-    arms = [(_mean(np.stack([boot.mean for boot in boots], axis=1)),
-             _mean(np.stack([_mean(np.exp(boot.logs)) for boot in boots], axis=1))) for boots in (base, variant)]
+    arms = [
+        (
+            _mean(np.stack([boot.mean for boot in boots], axis=1)),
+            _mean(np.stack([_mean(np.exp(boot.logs)) for boot in boots], axis=1)),
+        )
+        for boots in (base, variant)
+    ]
     (base_logs, base_seconds), (variant_logs, variant_seconds) = arms
     value = float(weights @ (base_logs - variant_logs) / weights.sum())
     owed = weights * tokens
@@ -510,16 +563,25 @@ def estimate(base: Sequence[Boot], variant: Sequence[Boot], weights: Floats, tok
         picked = rng.integers(0, count, (size, count))
         (left, left_s), (right, right_s) = _resampled(base, picked, rng), _resampled(variant, picked, rng)
         w, o = weights[picked], owed[picked]
-        logs[first:first + size] = (w * (left - right)).sum(axis=1) / w.sum(axis=1)
-        sums[first:first + size] = np.log((o * left_s).sum(axis=1) / (o * right_s).sum(axis=1))
+        logs[first : first + size] = (w * (left - right)).sum(axis=1) / w.sum(axis=1)
+        sums[first : first + size] = np.log((o * left_s).sum(axis=1) / (o * right_s).sum(axis=1))
     stretch = few_prompts(count)
     logs, sums = value + stretch * (logs - value), totals + stretch * (sums - totals)
     boot_sd = spread.sd * math.sqrt(contrast(base, variant))
     moved = rng.standard_t(spread.df, draws) * boot_sd
     low, high = np.percentile(logs + moved, (2.5, 97.5))
     totals_low, totals_high = np.percentile(sums + moved, (2.5, 97.5))
-    return Estimate(value, float(low), float(high), totals, float(totals_low), float(totals_high),
-                    float(logs.std()), boot_sd, spread.df)
+    return Estimate(
+        value,
+        float(low),
+        float(high),
+        totals,
+        float(totals_low),
+        float(totals_high),
+        float(logs.std()),
+        boot_sd,
+        spread.df,
+    )
 
 
 def within_spread(boots: Sequence[Boot], weights: Floats) -> tuple[float, int]:
@@ -541,8 +603,9 @@ def least_difference(within: float) -> float:
     return max(FLOOR, 2 * math.expm1(within)) if math.isfinite(within) else FLOOR
 
 
-def null_run(boots: Sequence[Boot], weights: Floats, tokens: Floats, rng: np.random.Generator,
-             draws: int = DRAWS) -> Estimate | None:
+def null_run(
+    boots: Sequence[Boot], weights: Floats, tokens: Floats, rng: np.random.Generator, draws: int = DRAWS
+) -> Estimate | None:
     """The base against itself inside its loads: odd repeats against even ones, through `estimate`. None: no repeats."""
     several = [boot for boot in boots if boot.logs.shape[1] > 1]
     if not several:
@@ -602,8 +665,10 @@ def parse_plan(text: str) -> Plan:
             sign = sign if value.count(",") == 1 else ""
         for name, number in pairs:
             if not sign or name not in known:
-                raise InputError(f"--plan: found {part!r}, expected NAME=NUMBER with a name of {', '.join(known)}, "
-                                 "or boots=BASE,VARIANT")
+                raise InputError(
+                    f"--plan: found {part!r}, expected NAME=NUMBER with a name of {', '.join(known)}, "
+                    "or boots=BASE,VARIANT"
+                )
             try:
                 values[name] = int(number) if known[name] == "int" else float(number)
             except ValueError as error:
@@ -613,8 +678,10 @@ def parse_plan(text: str) -> Plan:
                 raise InputError(f"--plan: found {part!r}, expected {least} or more")
     plan = Plan(**values)
     if plan.prompts < FEWEST_PROMPTS or plan.repeats < 2:
-        raise InputError(f"--plan: found prompts={plan.prompts} repeats={plan.repeats}, expected at least "
-                         f"{FEWEST_PROMPTS} prompts, and 2 repeats for the null run; no verdict comes of less")
+        raise InputError(
+            f"--plan: found prompts={plan.prompts} repeats={plan.repeats}, expected at least "
+            f"{FEWEST_PROMPTS} prompts, and 2 repeats for the null run; no verdict comes of less"
+        )
     if plan.one_load and plan.base_boots != plan.variant_boots:
         plan = replace(plan, base_boots=plan.variant_boots)
     return plan
@@ -628,41 +695,51 @@ def power(plan: Plan) -> dict[str, Any]:
      "d", "loads", "sentence"}
     """
     each = 1 / plan.base_boots + 1 / plan.variant_boots
-    request, passes = plan.request_sd ** 2 / plan.repeats, plan.pass_sd ** 2 / plan.repeats
-    prompts = (plan.prompt_sd ** 2 + request * each) / plan.prompts
+    request, passes = plan.request_sd**2 / plan.repeats, plan.pass_sd**2 / plan.repeats
+    prompts = (plan.prompt_sd**2 + request * each) / plan.prompts
     # Drawing a prompt's repeats again, after the prompts, counts the scatter of the repeats nearly twice.
     again = request * (1 - 1 / plan.repeats) * each / plan.prompts
     share = 0.0 if plan.one_load else each
     more = 0 if plan.one_load else plan.base_boots + plan.variant_boots - 2
     df = plan.known.df + more
-    believed = (plan.known.sd ** 2 * plan.known.df + plan.boot_sd ** 2 * more) / df
+    believed = (plan.known.sd**2 * plan.known.df + plan.boot_sd**2 * more) / df
     from_prompts = student(plan.prompts - 1) ** 2 * (prompts + again)
     from_boots = student(df) ** 2 * believed * share
     half = math.sqrt(from_prompts + from_boots)
-    real = math.sqrt(prompts + passes * each + plan.boot_sd ** 2 * share)
-    d = least_difference(math.sqrt(plan.pass_sd ** 2 + plan.request_sd ** 2 / plan.prompts))
+    real = math.sqrt(prompts + passes * each + plan.boot_sd**2 * share)
+    d = least_difference(math.sqrt(plan.pass_sd**2 + plan.request_sd**2 / plan.prompts))
 
     sizes = (plan.repeats // 2, plan.repeats - plan.repeats // 2)
     halves = sum(1 / size for size in sizes) / plan.base_boots
     drawn = sum((2 - 1 / size) / size for size in sizes) / plan.base_boots
     room = math.log1p(d) - student(plan.prompts - 1) * plan.request_sd * math.sqrt(drawn / plan.prompts)
-    moves = math.sqrt(halves * (plan.pass_sd ** 2 + plan.request_sd ** 2 / plan.prompts))
+    moves = math.sqrt(halves * (plan.pass_sd**2 + plan.request_sd**2 / plan.prompts))
     normal = NormalDist()
     refused = (2 * normal.cdf(-room / moves) if moves else 0.0) if room > 0 else 1.0
     wanted = POWER / (1 - refused) if refused < 1 else math.inf
     smallest = math.exp(math.log1p(d) + half + normal.inv_cdf(wanted) * real) if wanted < 1 else None
 
     mostly = "boots" if from_boots > from_prompts else "prompts"
-    head = (f"{plan.prompts} prompts x {plan.repeats} repeats, {plan.loads} load{'s' if plan.loads != 1 else ''} "
-            f"({'both arms in each' if plan.one_load else f'{plan.base_boots} base, {plan.variant_boots} variant'}): ")
+    head = (
+        f"{plan.prompts} prompts x {plan.repeats} repeats, {plan.loads} load{'s' if plan.loads != 1 else ''} "
+        f"({'both arms in each' if plan.one_load else f'{plan.base_boots} base, {plan.variant_boots} variant'}): "
+    )
     tail = f" (d {d:.1%}, interval +-{math.expm1(half):.1%}, mostly from {mostly})"
     if smallest is None:
         said = f"the null run would refuse the rig in {refused:.0%} of runs; plan more repeats or prompts"
     else:
-        said = (f"a speed-up of {smallest:.2f}x or more is called faster in 9 of 10 runs, a smaller one may stay "
-                "undecided")
-    return {"smallest_effect": smallest, "null_refused": refused, "interval": math.expm1(half), "mostly_from": mostly,
-            "d": d, "loads": plan.loads, "sentence": head + said + tail}
+        said = (
+            f"a speed-up of {smallest:.2f}x or more is called faster in 9 of 10 runs, a smaller one may stay undecided"
+        )
+    return {
+        "smallest_effect": smallest,
+        "null_refused": refused,
+        "interval": math.expm1(half),
+        "mostly_from": mostly,
+        "d": d,
+        "loads": plan.loads,
+        "sentence": head + said + tail,
+    }
 
 
 def needed(found: Estimate, d: float, prompts: int, base_boots: int, variant_boots: int) -> dict[str, Any]:
@@ -680,7 +757,7 @@ def needed(found: Estimate, d: float, prompts: int, base_boots: int, variant_boo
         return (student(found.df) * found.boot_sd) ** 2 * (1 / base + 1 / variant) / share if apart else 0.0
 
     def prompts_for(boots: float) -> int | None:
-        left = room ** 2 - boots
+        left = room**2 - boots
         count = math.ceil(prompts * (Z * found.prompt_sd) ** 2 / left) if left > 0 else None
         return max(count - prompts, 0) if count is not None and count <= MOST_TIMES * prompts else None
 
@@ -699,12 +776,19 @@ def needed(found: Estimate, d: float, prompts: int, base_boots: int, variant_boo
     if alone is not None:
         ways.append(f"{max(alone, 1)} more prompts")
     if boots:
-        ways.append(f"{boots['base'] + boots['variant']} more boots ({boots['base']} of the base, {boots['variant']} "
-                    "of the variant)")
+        ways.append(
+            f"{boots['base'] + boots['variant']} more boots ({boots['base']} of the base, {boots['variant']} "
+            "of the variant)"
+        )
     if both and both["prompts"] and alone is None:
         ways.append(f"{both['prompts']} more prompts with {both['base'] + both['variant']} more boots")
-    said = (" or ".join(ways) + f" needed, if the speed-up stays at {math.exp(found.value):.3f}x") if ways else (
-        f"no affordable number of prompts or boots decides it: at {math.exp(found.value):.3f}x it lies on the border")
+    said = (
+        (" or ".join(ways) + f" needed, if the speed-up stays at {math.exp(found.value):.3f}x")
+        if ways
+        else (
+            f"no affordable number of prompts or boots decides it: at {math.exp(found.value):.3f}x it lies on the border"
+        )
+    )
     return {"prompts": None if alone is None else max(alone, 1), "boots": boots, "both": both, "said": said}
 
 
@@ -783,7 +867,7 @@ class Arm:
         rows = [[getattr(request, key) for request in self.answered(prompt)] for prompt in prompts]
         table = np.full((len(rows), max((len(row) for row in rows), default=0)), np.nan)
         for i, row in enumerate(rows):
-            table[i, :len(row)] = row
+            table[i, : len(row)] = row
         return table
 
 
@@ -801,54 +885,97 @@ def complete_gate(arms: Sequence[Arm], prompts: Sequence[str]) -> Gate:
             answers = sum(request.error is None for request in mine)
             if answers < FEWEST_ANSWERED * expected:
                 short.append(f"arm {arm.label}, boot {boot}: {answers} of {expected} answers")
-    return Gate("arm_incomplete", "rig", not short, (
-        "; ".join(short) + f"; expected {FEWEST_ANSWERED:.0%}: did the engine die? record the arm again") if short
-        else "every load answered what it was asked")
+    return Gate(
+        "arm_incomplete",
+        "rig",
+        not short,
+        ("; ".join(short) + f"; expected {FEWEST_ANSWERED:.0%}: did the engine die? record the arm again")
+        if short
+        else "every load answered what it was asked",
+    )
 
 
 def null_gate(null: Estimate | None, d: float) -> Gate:
     """The base against itself must be equivalent."""
     if null is None:
-        return Gate("null", "rig", False, "no load of the base has two repeats, so that it cannot be compared with "
-                    "itself; record at least 2 repeats a load")
+        return Gate(
+            "null",
+            "rig",
+            False,
+            "no load of the base has two repeats, so that it cannot be compared with "
+            "itself; record at least 2 repeats a load",
+        )
     word = word_of(null.low, null.high, d)
-    said = (f"base against itself inside its loads: {math.exp(null.value):.3f}x, "
-            f"{math.exp(null.low):.3f}..{math.exp(null.high):.3f}, {word} at d {d:.1%}")
-    return Gate("null", "rig", word == "equivalent", said if word == "equivalent" else
-                said + "; expected equivalent: record more repeats a load, or quieten the host")
+    said = (
+        f"base against itself inside its loads: {math.exp(null.value):.3f}x, "
+        f"{math.exp(null.low):.3f}..{math.exp(null.high):.3f}, {word} at d {d:.1%}"
+    )
+    return Gate(
+        "null",
+        "rig",
+        word == "equivalent",
+        said
+        if word == "equivalent"
+        else said + "; expected equivalent: record more repeats a load, or quieten the host",
+    )
 
 
 def drift_gate(base: Sequence[Boot], known: BootSpread) -> Gate:
     """The base's loads are one machine."""
     if len(base) < 2:
-        return Gate("drift", "rig", None, "one load of the base: its drift is unknown and enters the interval as "
-                    f"boot-to-boot spread of {known.sd:.1%}; load the base again after the variant")
+        return Gate(
+            "drift",
+            "rig",
+            None,
+            "one load of the base: its drift is unknown and enters the interval as "
+            f"boot-to-boot spread of {known.sd:.1%}; load the base again after the variant",
+        )
     means = np.array([boot.mean for boot in base])
     means = means[:, ~np.isnan(means).any(axis=0)]
     levels = means.mean(axis=1) if means.size else np.zeros(len(base))
     moved, most = float(np.ptp(levels)), max(RULED_OUT * math.sqrt(2) * known.sd, math.log1p(FLOOR))
     said = f"the base's loads differ by {math.expm1(moved):.1%}, {math.expm1(most):.1%} are within reason"
-    return Gate("drift", "rig", moved <= most, said if moved <= most else
-                said + "; look for another load on the host, clocks or heat, and record all arms again")
+    return Gate(
+        "drift",
+        "rig",
+        moved <= most,
+        said
+        if moved <= most
+        else said + "; look for another load on the host, clocks or heat, and record all arms again",
+    )
 
 
 def order_gate(base: Arm, variant: Arm) -> Gate:
     """Base loads before and after the variant's, or shared with it."""
     around = any(min(base.numbers) <= number <= max(base.numbers) for number in variant.numbers)
-    return Gate("order", "rig", True if around else None, "base loads on both sides of the variant's" if around else
-                "no base load closes the run (A B, not A B A): drift cannot be told from effect, and enters only as "
-                "boot-to-boot spread; add the base's next load to the file")
+    return Gate(
+        "order",
+        "rig",
+        True if around else None,
+        "base loads on both sides of the variant's"
+        if around
+        else "no base load closes the run (A B, not A B A): drift cannot be told from effect, and enters only as "
+        "boot-to-boot spread; add the base's next load to the file",
+    )
 
 
 def throttle_gate(arms: Sequence[Arm]) -> Gate:
     """No load ran on a throttled GPU."""
-    hot = [f"arm {arm.label}, boot {boot}: {', '.join(facts['throttle_reasons'])}"
-           for arm in arms for boot, facts in sorted(arm.facts.items()) if facts.get("throttle_reasons")]
+    hot = [
+        f"arm {arm.label}, boot {boot}: {', '.join(facts['throttle_reasons'])}"
+        for arm in arms
+        for boot, facts in sorted(arm.facts.items())
+        if facts.get("throttle_reasons")
+    ]
     stated = any("throttle_reasons" in facts for arm in arms for facts in arm.facts.values())
     if hot:
         return Gate("throttled", "rig", False, "; ".join(hot) + "; expected none: let it cool or raise the limit")
-    return Gate("throttled", "rig", True if stated else None, "no GPU was throttled" if stated else
-                "no boot line states throttle reasons")
+    return Gate(
+        "throttled",
+        "rig",
+        True if stated else None,
+        "no GPU was throttled" if stated else "no boot line states throttle reasons",
+    )
 
 
 def methods_of(arms: Sequence[Arm], settings: Settings) -> set[str] | None:
@@ -863,18 +990,33 @@ def synthetic_gate(arms: Sequence[Arm], kinds: Mapping[str, str], settings: Sett
     """No n-gram or suffix verdict on text that nobody wrote."""
     methods = methods_of(arms, settings)
     if methods is not None and not methods & set(LOOKUP_METHODS):
-        return Gate("synthetic_text", "rig", True, f"speculation: {', '.join(sorted(methods))}; draws nothing from "
-                    "the text itself")
+        return Gate(
+            "synthetic_text",
+            "rig",
+            True,
+            f"speculation: {', '.join(sorted(methods))}; draws nothing from the text itself",
+        )
     declared = sorted({kind for kind in kinds.values() if kind.casefold() in SYNTHETIC_CLASSES})
     texts = {name: text for name, text in (settings.texts or {}).items() if name in kinds}
     found = synthetic_texts(texts)
     why = f"classes {', '.join(declared)}" if declared else next(iter(found.values()), "")
     if declared or len(found) > 0.1 * len(kinds):
         stated = "whose method nobody stated" if methods is None else f"with {', '.join(sorted(methods))}"
-        return Gate("synthetic_text", "rig", False, f"synthetic text ({why}) {stated}: what such text repeats is not "
-                    "what users repeat; use prompts that users send, or state --method none")
-    return Gate("synthetic_text", "rig", True if texts else None, "prompts read like written text" if texts else
-                "prompts not given (--prompts FILE), so that only their declared classes were looked at")
+        return Gate(
+            "synthetic_text",
+            "rig",
+            False,
+            f"synthetic text ({why}) {stated}: what such text repeats is not "
+            "what users repeat; use prompts that users send, or state --method none",
+        )
+    return Gate(
+        "synthetic_text",
+        "rig",
+        True if texts else None,
+        "prompts read like written text"
+        if texts
+        else "prompts not given (--prompts FILE), so that only their declared classes were looked at",
+    )
 
 
 def divergence(base: Arm, variant: Arm, prompts: Sequence[str]) -> tuple[set[str], set[str], int]:
@@ -882,8 +1024,9 @@ def divergence(base: Arm, variant: Arm, prompts: Sequence[str]) -> tuple[set[str
     and of how many prompts the answers are known. Without answers their lengths stand in."""
     between, within, known = set(), set(), 0
     for prompt in prompts:
-        sides = [{(r.answer if r.answer is not None else r.tokens) for r in arm.answered(prompt)}
-                 for arm in (base, variant)]
+        sides = [
+            {(r.answer if r.answer is not None else r.tokens) for r in arm.answered(prompt)} for arm in (base, variant)
+        ]
         known += all(r.answer is not None for arm in (base, variant) for r in arm.answered(prompt))
         if sides[1] - sides[0]:
             between.add(prompt)
@@ -896,14 +1039,25 @@ def divergence_gate(between: set[str], within: set[str], known: int, prompts: Se
     """Greedy answers are the same, up to what the base shows against itself."""
     only = sorted(between - within)
     share = len(only) / max(len(prompts), 1)
-    said = (f"{len(between)} of {len(prompts)} prompts answered differently than by the base (compared on seconds per "
-            f"token only), {len(between & within)} of them differ within the base too")
+    said = (
+        f"{len(between)} of {len(prompts)} prompts answered differently than by the base (compared on seconds per "
+        f"token only), {len(between & within)} of them differ within the base too"
+    )
     if share > DIVERGING:
-        return Gate("diverged", "output", False, f"{said}; {share:.0%} differ only between the arms, "
-                    f"{DIVERGING:.0%} are tolerated: {_some(only)}; compare the answers")
+        return Gate(
+            "diverged",
+            "output",
+            False,
+            f"{said}; {share:.0%} differ only between the arms, "
+            f"{DIVERGING:.0%} are tolerated: {_some(only)}; compare the answers",
+        )
     if known < len(prompts):
-        return Gate("diverged", "output", None, f"answers of {len(prompts) - known} prompts are not recorded, only "
-                    f"their lengths were compared; {said}")
+        return Gate(
+            "diverged",
+            "output",
+            None,
+            f"answers of {len(prompts) - known} prompts are not recorded, only their lengths were compared; {said}",
+        )
     return Gate("diverged", "output", True, said)
 
 
@@ -912,31 +1066,49 @@ def finish_gate(base: Arm, variant: Arm, prompts: Sequence[str]) -> Gate:
     reasons: Counter[str] = Counter(r.finish for prompt in prompts for r in variant.answered(prompt))
     before = {r.finish for prompt in prompts for r in base.answered(prompt)}
     strange = sorted(set(reasons) - set(ENDS) - before)
-    changed = [prompt for prompt in prompts
-               if not {r.finish for r in variant.answered(prompt)} & {r.finish for r in base.answered(prompt)}]
+    changed = [
+        prompt
+        for prompt in prompts
+        if not {r.finish for r in variant.answered(prompt)} & {r.finish for r in base.answered(prompt)}
+    ]
     said = "answers end by " + ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
     if strange:
         return Gate("finish_reasons", "output", False, f"{said}; {', '.join(strange)} never occurred in the base")
     if len(changed) > DIVERGING * len(prompts):
-        return Gate("finish_reasons", "output", False, f"{said}; {len(changed)} of {len(prompts)} prompts end in "
-                    f"another way than in the base: {_some(changed)}")
+        return Gate(
+            "finish_reasons",
+            "output",
+            False,
+            f"{said}; {len(changed)} of {len(prompts)} prompts end in another way than in the base: {_some(changed)}",
+        )
     return Gate("finish_reasons", "output", True, said)
 
 
 def length_gate(base: Arm, variant: Arm, prompts: Sequence[str], rng: np.random.Generator, draws: int) -> Gate:
     """Answers are as long as they were."""
-    logs = np.array([np.mean([math.log(max(r.tokens, 1)) for r in variant.answered(prompt)])
-                     - np.mean([math.log(max(r.tokens, 1)) for r in base.answered(prompt)]) for prompt in prompts])
+    logs = np.array(
+        [
+            np.mean([math.log(max(r.tokens, 1)) for r in variant.answered(prompt)])
+            - np.mean([math.log(max(r.tokens, 1)) for r in base.answered(prompt)])
+            for prompt in prompts
+        ]
+    )
     picked = rng.integers(0, len(logs), (min(draws, 2000), len(logs)))
     low, high = np.percentile(logs[picked].mean(axis=1), (2.5, 97.5))
     value = float(logs.mean())
     ok = bool(low <= 0 <= high) or abs(value) < math.log1p(0.02)
-    return Gate("output_length", "output", ok, f"answers are {math.exp(value):.3f} times as long "
-                f"({math.exp(low):.3f}..{math.exp(high):.3f}){'' if ok else ', expected 1 within the interval'}")
+    return Gate(
+        "output_length",
+        "output",
+        ok,
+        f"answers are {math.exp(value):.3f} times as long "
+        f"({math.exp(low):.3f}..{math.exp(high):.3f}){'' if ok else ', expected 1 within the interval'}",
+    )
 
 
 def output_gates(base: Arm, variant: Arm, prompts: Sequence[str]) -> list[Gate]:
     """Looping and very short answers, tool calls and reasoning, each against what the base does."""
+
     def new(test: str) -> list[str]:
         def hit(arm: Arm, prompt: str) -> bool:
             answers = arm.answered(prompt)
@@ -945,31 +1117,58 @@ def output_gates(base: Arm, variant: Arm, prompts: Sequence[str]) -> list[Gate]:
             if test == "short":
                 return any(r.tokens <= SHORT for r in answers)
             return any(getattr(r, test) is False for r in answers)
+
         return [prompt for prompt in prompts if hit(variant, prompt) and not hit(base, prompt)]
 
     gates = []
     for name, test, good, bad in (
-            ("looping_output", "looping", "no answer loops that did not before", "answers end in a loop"),
-            ("short_answers", "short", f"no answer of {SHORT} tokens or fewer that was longer before",
-             f"answers have {SHORT} tokens or fewer"),
-            ("tool_calls", "tool_call_ok", "tool calls are as valid as before", "tool calls are not valid"),
-            ("reasoning", "reasoning_ok", "reasoning is separated as before", "reasoning is not separated")):
+        ("looping_output", "looping", "no answer loops that did not before", "answers end in a loop"),
+        (
+            "short_answers",
+            "short",
+            f"no answer of {SHORT} tokens or fewer that was longer before",
+            f"answers have {SHORT} tokens or fewer",
+        ),
+        ("tool_calls", "tool_call_ok", "tool calls are as valid as before", "tool calls are not valid"),
+        ("reasoning", "reasoning_ok", "reasoning is separated as before", "reasoning is not separated"),
+    ):
         found = new(test)
         stated = test in ("looping", "short") or any(
-            getattr(r, test) is not None for prompt in prompts for r in variant.answered(prompt))
+            getattr(r, test) is not None for prompt in prompts for r in variant.answered(prompt)
+        )
         if found:
-            gates.append(Gate(name, "output", False, f"{bad} on {len(found)} of {len(prompts)} prompts where the "
-                              f"base's do not fail: {_some(found)}"))
+            gates.append(
+                Gate(
+                    name,
+                    "output",
+                    False,
+                    f"{bad} on {len(found)} of {len(prompts)} prompts where the base's do not fail: {_some(found)}",
+                )
+            )
         else:
             gates.append(Gate(name, "output", True if stated else None, good if stated else "not recorded"))
     looping = sum(any(r.looping for r in base.answered(prompt)) for prompt in prompts)
     short = sum(all(r.tokens <= SHORT for r in base.answered(prompt)) for prompt in prompts)
     if looping > DIVERGING * len(prompts):
-        gates.append(Gate("looping_base", "output", None, f"the base's own answers loop on {looping} of "
-                          f"{len(prompts)} prompts: loops flatter n-gram speculation; lower max_tokens"))
+        gates.append(
+            Gate(
+                "looping_base",
+                "output",
+                None,
+                f"the base's own answers loop on {looping} of "
+                f"{len(prompts)} prompts: loops flatter n-gram speculation; lower max_tokens",
+            )
+        )
     if short > DIVERGING * len(prompts):
-        gates.append(Gate("short_base", "rig", False, f"the base answers {short} of {len(prompts)} prompts in {SHORT} "
-                          "tokens or fewer: too few to time; use prompts that make it write"))
+        gates.append(
+            Gate(
+                "short_base",
+                "rig",
+                False,
+                f"the base answers {short} of {len(prompts)} prompts in {SHORT} "
+                "tokens or fewer: too few to time; use prompts that make it write",
+            )
+        )
     return gates
 
 
@@ -980,8 +1179,16 @@ def p95(values: Floats) -> Floats:
     return np.take_along_axis(ranked, rank, -1)[..., 0]
 
 
-def tail_gate(name: str, key: str, base: Arm, variant: Arm, prompts: Sequence[str], d: float, found: Estimate,
-              rng: np.random.Generator) -> Gate:
+def tail_gate(
+    name: str,
+    key: str,
+    base: Arm,
+    variant: Arm,
+    prompts: Sequence[str],
+    d: float,
+    found: Estimate,
+    rng: np.random.Generator,
+) -> Gate:
     """The 95th percentile of a time over all requests is not worse by more than d, beyond what noise explains."""
     what = {"ttft_s": "time to first token", "e2e_s": "end-to-end time"}[key]
     left, right = base.values(prompts, key), variant.values(prompts, key)
@@ -1005,37 +1212,74 @@ def server_gates(base: Arm, variant: Arm) -> list[Gate]:
     """What the servers said: errors, preemptions, acceptance, KV capacity."""
     rates = [sum(r.error is not None for r in arm.requests) / max(len(arm.requests), 1) for arm in (base, variant)]
     first = next((r for r in variant.requests if r.error is not None), None)
-    gates = [Gate("errors", "cost", rates[1] <= rates[0], f"{rates[1]:.1%} of the requests failed, {rates[0]:.1%} in "
-                  "the base" + (f"; first at {first.where}: {(first.error or '')[:120]}" if first else ""))]
+    gates = [
+        Gate(
+            "errors",
+            "cost",
+            rates[1] <= rates[0],
+            f"{rates[1]:.1%} of the requests failed, {rates[0]:.1%} in "
+            "the base" + (f"; first at {first.where}: {(first.error or '')[:120]}" if first else ""),
+        )
+    ]
 
     loads = [max(len(arm.numbers), 1) for arm in (base, variant)]
     before, after = base.total("preemptions"), variant.total("preemptions")
     if before is None or after is None:
         gates.append(Gate("preemptions", "cost", None, "not stated by boot lines of both arms"))
     else:
-        gates.append(Gate("preemptions", "cost", after / loads[1] <= before / loads[0],
-                          f"{after} preemptions in {loads[1]} load(s), {before} in {loads[0]} of the base"))
+        gates.append(
+            Gate(
+                "preemptions",
+                "cost",
+                after / loads[1] <= before / loads[0],
+                f"{after} preemptions in {loads[1]} load(s), {before} in {loads[0]} of the base",
+            )
+        )
 
     drafted, accepted = variant.total("drafted"), variant.total("accepted")
     speculates = any(facts.get("method") for facts in variant.facts.values())
     if drafted is None or accepted is None:
         gates.append(Gate("acceptance", "cost", None, "drafted and accepted tokens are not stated by boot lines"))
     elif accepted == 0 and (drafted or speculates):
-        gates.append(Gate("acceptance", "cost", False, f"zero acceptance: {drafted} tokens drafted, none accepted; "
-                          "a gain cannot come from speculation: check its settings against the engine's log"))
+        gates.append(
+            Gate(
+                "acceptance",
+                "cost",
+                False,
+                f"zero acceptance: {drafted} tokens drafted, none accepted; "
+                "a gain cannot come from speculation: check its settings against the engine's log",
+            )
+        )
     else:
-        gates.append(Gate("acceptance", "cost", True if drafted else None, f"{accepted} of {drafted} drafted tokens "
-                          "accepted" if drafted else "nothing was drafted, and no speculation is stated"))
+        gates.append(
+            Gate(
+                "acceptance",
+                "cost",
+                True if drafted else None,
+                f"{accepted} of {drafted} drafted tokens accepted"
+                if drafted
+                else "nothing was drafted, and no speculation is stated",
+            )
+        )
 
-    sizes = [[facts["kv_cache_tokens"] for facts in arm.facts.values() if facts.get("kv_cache_tokens")]
-             for arm in (base, variant)]
+    sizes = [
+        [facts["kv_cache_tokens"] for facts in arm.facts.values() if facts.get("kv_cache_tokens")]
+        for arm in (base, variant)
+    ]
     if all(sizes):
         means = [sum(size) / len(size) for size in sizes]
-        gates.append(Gate("kv_capacity", "cost", None, f"KV cache {means[1]:.0f} tokens, {means[0]:.0f} in the base: "
-                          f"{means[1] / means[0] - 1:+.1%}"))
+        gates.append(
+            Gate(
+                "kv_capacity",
+                "cost",
+                None,
+                f"KV cache {means[1]:.0f} tokens, {means[0]:.0f} in the base: {means[1] / means[0] - 1:+.1%}",
+            )
+        )
     else:
-        gates.append(Gate("kv_capacity", "cost", None, "KV capacity lost is unknown: no boot line states it for both "
-                          "arms"))
+        gates.append(
+            Gate("kv_capacity", "cost", None, "KV capacity lost is unknown: no boot line states it for both arms")
+        )
     return gates
 
 
@@ -1047,8 +1291,10 @@ def check_weights(run: Run, weights: Mapping[str, float] | None) -> None:
     """Raises InputError unless the weights name exactly the classes of the run, one of them above 0."""
     kinds = sorted({request.kind for request in run.requests})
     if weights is not None and sorted(weights) != kinds:
-        raise InputError(f"--weights: found {', '.join(sorted(weights))}, expected the classes of {run.name}: "
-                         f"{', '.join(kinds)}; name each once, 0 leaves it out")
+        raise InputError(
+            f"--weights: found {', '.join(sorted(weights))}, expected the classes of {run.name}: "
+            f"{', '.join(kinds)}; name each once, 0 leaves it out"
+        )
     if weights is not None and not any(weights.values()):
         raise InputError("--weights: found only zeros, expected a class that counts")
 
@@ -1060,12 +1306,20 @@ def weights_of(kinds: Sequence[str], weights: Mapping[str, float] | None) -> Flo
 
 
 def _ratio(low: float, value: float, high: float, bounds: bool = True) -> dict[str, float | None]:
-    return {"low": math.exp(low) if bounds else None, "value": math.exp(value),
-            "high": math.exp(high) if bounds else None}
+    return {
+        "low": math.exp(low) if bounds else None,
+        "value": math.exp(value),
+        "high": math.exp(high) if bounds else None,
+    }
 
 
-def judge(run: Run, base_name: str, variant_name: str, level: int = 1, settings: Settings | None = None,
-          ) -> dict[str, Any]:
+def judge(
+    run: Run,
+    base_name: str,
+    variant_name: str,
+    level: int = 1,
+    settings: Settings | None = None,
+) -> dict[str, Any]:
     """The verdict on one arm against the base at one concurrency.
 
     {"word", "sentence", "reasons": names of the gates that fail, "base", "variant": {"arm", "variant", "boots"},
@@ -1086,18 +1340,31 @@ def judge(run: Run, base_name: str, variant_name: str, level: int = 1, settings:
         return np.random.default_rng((chosen.seed, stage))
 
     both = [prompt for prompt in prompts if base.answered(prompt) and variant.answered(prompt)]
-    means = [_mean(np.stack([boot.mean for boot in arm.boots], 1)) if arm.boots else np.full(len(prompts), np.nan)
-             for arm in (base, variant)]
+    means = [
+        _mean(np.stack([boot.mean for boot in arm.boots], 1)) if arm.boots else np.full(len(prompts), np.nan)
+        for arm in (base, variant)
+    ]
     counts = np.array([chosen.weights is None or chosen.weights[kind] > 0 for kind in kinds.values()], bool)
     rows = np.flatnonzero(~np.isnan(means).any(axis=0) & counts)
     paired = [prompts[row] for row in rows]
-    absent = sorted({kind for kind, counted in zip(kinds.values(), counts, strict=True) if counted}
-                    - {kinds[prompt] for prompt in paired})
+    absent = sorted(
+        {kind for kind, counted in zip(kinds.values(), counts, strict=True) if counted}
+        - {kinds[prompt] for prompt in paired}
+    )
     enough = len(rows) >= FEWEST_PROMPTS and not absent
     gates = [
-        Gate("too_few_prompts", "rig", enough, f"{len(rows)} prompts timed in both arms" + ("" if enough else (
-            f", none of class {', '.join(absent)}" if absent else "")
-            + f"; expected at least {FEWEST_PROMPTS}, and some of every class; record more prompts")),
+        Gate(
+            "too_few_prompts",
+            "rig",
+            enough,
+            f"{len(rows)} prompts timed in both arms"
+            + (
+                ""
+                if enough
+                else (f", none of class {', '.join(absent)}" if absent else "")
+                + f"; expected at least {FEWEST_PROMPTS}, and some of every class; record more prompts"
+            ),
+        ),
         complete_gate((base, variant), prompts),
         throttle_gate((base, variant)),
         synthetic_gate((base, variant), kinds, chosen),
@@ -1105,16 +1372,30 @@ def judge(run: Run, base_name: str, variant_name: str, level: int = 1, settings:
     result: dict[str, Any] = {
         "base": {"arm": base.name, "variant": base.variant, "boots": base.numbers},
         "variant": {"arm": variant.name, "variant": variant.variant, "boots": variant.numbers},
-        "concurrency": level, "prompts": len(rows), "speedup": None, "totals": None, "null": None, "needed": None,
-        "d": FLOOR, "within_spread": None, "boot_spread": None, "classes": [], "by_prompt": [], "boots": [],
+        "concurrency": level,
+        "prompts": len(rows),
+        "speedup": None,
+        "totals": None,
+        "null": None,
+        "needed": None,
+        "d": FLOOR,
+        "within_spread": None,
+        "boot_spread": None,
+        "classes": [],
+        "by_prompt": [],
+        "boots": [],
     }
     word = "undecided"
     between: set[str] = set()
     found: Estimate | None = None
     if both:
         between, within, known = divergence(base, variant, both)
-        gates += [divergence_gate(between, within, known, both), finish_gate(base, variant, both),
-                  length_gate(base, variant, both, rng(1), chosen.draws), *output_gates(base, variant, both)]
+        gates += [
+            divergence_gate(between, within, known, both),
+            finish_gate(base, variant, both),
+            length_gate(base, variant, both, rng(1), chosen.draws),
+            *output_gates(base, variant, both),
+        ]
     gates += server_gates(base, variant)
     if len(rows) > 1:
         weights = weights_of([kinds[prompt] for prompt in paired], chosen.weights)
@@ -1131,34 +1412,73 @@ def judge(run: Run, base_name: str, variant_name: str, level: int = 1, settings:
         names = np.array([kinds[prompt] for prompt in paired])
         for kind in dict.fromkeys(names.tolist()):
             mine = np.flatnonzero(names == kind)
-            part = estimate([boot.take(mine) for boot in left], [boot.take(mine) for boot in right],
-                            np.ones(len(mine)), tokens[mine], spread, rng(4), min(chosen.draws, 2000))
-            result["classes"].append({
-                "class": kind, "prompts": len(mine),
-                "speedup": _ratio(part.low, part.value, part.high, len(mine) >= FEWEST_OF_CLASS),
-                "totals": _ratio(part.totals_low, part.totals, part.totals_high, len(mine) >= FEWEST_OF_CLASS)})
+            part = estimate(
+                [boot.take(mine) for boot in left],
+                [boot.take(mine) for boot in right],
+                np.ones(len(mine)),
+                tokens[mine],
+                spread,
+                rng(4),
+                min(chosen.draws, 2000),
+            )
+            result["classes"].append(
+                {
+                    "class": kind,
+                    "prompts": len(mine),
+                    "speedup": _ratio(part.low, part.value, part.high, len(mine) >= FEWEST_OF_CLASS),
+                    "totals": _ratio(part.totals_low, part.totals, part.totals_high, len(mine) >= FEWEST_OF_CLASS),
+                }
+            )
         worst = min(result["classes"], key=lambda row: row["speedup"]["value"])
-        gates.append(Gate("class_slower", "cost", worst["speedup"]["value"] >= 1 - CLASS_LOSS,
-                          f"the slowest class is {worst['class']}, {worst['speedup']['value']:.3f}x"
-                          + ("" if worst["speedup"]["value"] >= 1 - CLASS_LOSS else
-                             f"; no class may lose more than {CLASS_LOSS:.0%}")))
-        gates.append(Gate("totals", "cost", found.totals >= 0 or word != "faster",
-                          f"ratio of total decode times {math.exp(found.totals):.3f}x"))
+        gates.append(
+            Gate(
+                "class_slower",
+                "cost",
+                worst["speedup"]["value"] >= 1 - CLASS_LOSS,
+                f"the slowest class is {worst['class']}, {worst['speedup']['value']:.3f}x"
+                + (
+                    ""
+                    if worst["speedup"]["value"] >= 1 - CLASS_LOSS
+                    else f"; no class may lose more than {CLASS_LOSS:.0%}"
+                ),
+            )
+        )
+        gates.append(
+            Gate(
+                "totals",
+                "cost",
+                found.totals >= 0 or word != "faster",
+                f"ratio of total decode times {math.exp(found.totals):.3f}x",
+            )
+        )
         same = [prompt for prompt in both if prompt not in between]
-        gates += [tail_gate("ttft_p95", "ttft_s", base, variant, both, d, found, rng(5)),
-                  tail_gate("e2e_p95", "e2e_s", base, variant, same, d, found, rng(6))]
+        gates += [
+            tail_gate("ttft_p95", "ttft_s", base, variant, both, d, found, rng(5)),
+            tail_gate("e2e_p95", "e2e_s", base, variant, same, d, found, rng(6)),
+        ]
         result.update(
-            d=d, within_spread=deviation if df else None, boot_spread={"sd": spread.sd, "df": spread.df},
+            d=d,
+            within_spread=deviation if df else None,
+            boot_spread={"sd": spread.sd, "df": spread.df},
             speedup=_ratio(found.low, found.value, found.high),
             totals=_ratio(found.totals_low, found.totals, found.totals_high),
             null=null and _ratio(null.low, null.value, null.high),
-            by_prompt=[{"prompt_id": prompt, "class": kinds[prompt],
-                        "base_ms_per_token": 1000 * math.exp(means[0][row]),
-                        "variant_ms_per_token": 1000 * math.exp(means[1][row]),
-                        "speedup": math.exp(means[0][row] - means[1][row])} for prompt, row in zip(paired, rows,
-                                                                                                   strict=True)],
-            boots=[{"arm": arm.name, "boot": boot.number, "ms_per_token": 1000 * math.exp(float(np.nanmean(boot.mean)))}
-                   for arm in (base, variant) for boot in arm.boots if not np.isnan(boot.mean).all()],
+            by_prompt=[
+                {
+                    "prompt_id": prompt,
+                    "class": kinds[prompt],
+                    "base_ms_per_token": 1000 * math.exp(means[0][row]),
+                    "variant_ms_per_token": 1000 * math.exp(means[1][row]),
+                    "speedup": math.exp(means[0][row] - means[1][row]),
+                }
+                for prompt, row in zip(paired, rows, strict=True)
+            ],
+            boots=[
+                {"arm": arm.name, "boot": boot.number, "ms_per_token": 1000 * math.exp(float(np.nanmean(boot.mean)))}
+                for arm in (base, variant)
+                for boot in arm.boots
+                if not np.isnan(boot.mean).all()
+            ],
         )
         if word == "undecided":
             result["needed"] = needed(found, d, len(rows), len(base.boots), len(variant.boots))
@@ -1170,8 +1490,12 @@ def judge(run: Run, base_name: str, variant_name: str, level: int = 1, settings:
         word = "output changed"
     elif word == "faster" and failed:
         word = "not faster"
-    result.update(word=word, reasons=[gate.name for gate in failed], gates=[gate.as_dict() for gate in gates],
-                  diverged=[prompt for prompt in prompts if prompt in between])
+    result.update(
+        word=word,
+        reasons=[gate.name for gate in failed],
+        gates=[gate.as_dict() for gate in gates],
+        diverged=[prompt for prompt in prompts if prompt in between],
+    )
     result["sentence"] = sentence_of(result)
     return result
 
@@ -1181,8 +1505,11 @@ def sentence_of(result: Mapping[str, Any]) -> str:
     word, speed = result["word"], result["speedup"]
     arms = [f"{result[side]['arm']} ({result[side]['variant']})" for side in ("variant", "base")]
     at = f" at concurrency {result['concurrency']}" if result["concurrency"] > 1 else ""
-    measured = "" if speed is None else (f"{speed['value']:.3f}x, 95 % interval {speed['low']:.3f}..{speed['high']:.3f}"
-                                         f", d {result['d']:.1%}")
+    measured = (
+        ""
+        if speed is None
+        else (f"{speed['value']:.3f}x, 95 % interval {speed['low']:.3f}..{speed['high']:.3f}, d {result['d']:.1%}")
+    )
     because = "; ".join(f"{gate['name']}: {gate['said']}" for gate in result["gates"] if gate["ok"] is False)
     if word == "refused":
         return f"No verdict on {arms[0]} against {arms[1]}{at}. {because}" + (f" (read {measured})" if speed else "")
@@ -1228,8 +1555,10 @@ d), undecided (with the prompts or boots that it lacks), not faster (by the inte
 changed, refused. d is 3 %, or twice the spread from repeat to repeat inside the base's loads. docs/verdict.md tells
 how and why. --json prints {"file", "seed", "draws", "verdicts": [...]}, each as in `judge` of this program.
 """
-EXITS = ("exit codes: 0 an arm is faster, or the plan or set is good; 1 no arm is faster; 2 the input or the call was "
-         "wrong; 3 no verdict")
+EXITS = (
+    "exit codes: 0 an arm is faster, or the plan or set is good; 1 no arm is faster; 2 the input or the call was "
+    "wrong; 3 no verdict"
+)
 
 
 def show(result: Mapping[str, Any]) -> str:
@@ -1238,12 +1567,16 @@ def show(result: Mapping[str, Any]) -> str:
     if result["speedup"]:
         width = max(len(row["class"]) for row in [*result["classes"], {"class": "all prompts"}])
         lines.append(f"  {'':{width}}  prompts  speed-up (95 % interval)    ratio of totals")
-        rows = [*result["classes"], {"class": "all prompts", **{key: result[key] for key in
-                                                                ("prompts", "speedup", "totals")}}]
+        rows = [
+            *result["classes"],
+            {"class": "all prompts", **{key: result[key] for key in ("prompts", "speedup", "totals")}},
+        ]
         for row in rows:
-            cells = [f"{cell['value']:.3f}  " + ("(too few prompts)" if cell["low"] is None else
-                                                 f"({cell['low']:.3f}..{cell['high']:.3f})").ljust(19)
-                     for cell in (row["speedup"], row["totals"])]
+            cells = [
+                f"{cell['value']:.3f}  "
+                + ("(too few prompts)" if cell["low"] is None else f"({cell['low']:.3f}..{cell['high']:.3f})").ljust(19)
+                for cell in (row["speedup"], row["totals"])
+            ]
             lines.append(f"  {row['class']:{width}}  {row['prompts']:7d}  {'  '.join(cells)}".rstrip())
         lines.append("")
     for gate in sorted(result["gates"], key=lambda gate: (gate["ok"] is not False, gate["ok"] is True)):
@@ -1262,8 +1595,9 @@ def parse_weights(text: str) -> dict[str, float]:
         except ValueError:
             value = math.nan
         if not sign or not name or name in weights or not (math.isfinite(value) and value >= 0):
-            raise InputError(f"--weights: found {part.strip()!r}, expected CLASS=NUMBER,..., each class once, "
-                             "0 or more")
+            raise InputError(
+                f"--weights: found {part.strip()!r}, expected CLASS=NUMBER,..., each class once, 0 or more"
+            )
         weights[name] = value
     return weights
 
@@ -1294,23 +1628,39 @@ def command(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"prompts": len(prompts), "classes": counts, "problems": problems}, indent=1))
         else:
-            print(f"{options.check_prompts}: {len(prompts)} prompts: "
-                  + ", ".join(f"{kind} {count}" for kind, count in counts.items()))
+            print(
+                f"{options.check_prompts}: {len(prompts)} prompts: "
+                + ", ".join(f"{kind} {count}" for kind, count in counts.items())
+            )
             print("\n".join(problems) or "can carry an n-gram or suffix verdict")
         return 2 if problems else 0
     if options.boot_sd is not None and options.boot_loads is None:
         raise InputError("--boot-sd: found without --boot-loads, expected how many loads it was measured over")
     if (options.boot_sd is not None and options.boot_sd < 0) or (options.boot_loads or 2) < 2 or options.draws < 100:
         raise InputError("found a negative --boot-sd, fewer than 2 --boot-loads or fewer than 100 --draws")
-    texts = None if options.prompts is None else {
-        prompt.id: prompt.text for prompt in read_prompts(_lines(options.prompts), options.prompts)}
+    texts = (
+        None
+        if options.prompts is None
+        else {prompt.id: prompt.text for prompt in read_prompts(_lines(options.prompts), options.prompts)}
+    )
     known = BootSpread() if options.boot_sd is None else BootSpread(options.boot_sd, options.boot_loads - 1)
-    settings = Settings(seed=options.seed, draws=options.draws, known=known, method=options.method, texts=texts,
-                        weights=None if options.weights is None else parse_weights(options.weights))
+    settings = Settings(
+        seed=options.seed,
+        draws=options.draws,
+        known=known,
+        method=options.method,
+        texts=texts,
+        weights=None if options.weights is None else parse_weights(options.weights),
+    )
     results = verdicts(read_run(_lines(options.run), options.run), options.base, settings)
     if options.json:
-        print(json.dumps({"file": options.run, "seed": options.seed, "draws": options.draws, "verdicts": results},
-                         indent=1, allow_nan=False))
+        print(
+            json.dumps(
+                {"file": options.run, "seed": options.seed, "draws": options.draws, "verdicts": results},
+                indent=1,
+                allow_nan=False,
+            )
+        )
     else:
         print("\n\n".join(show(result) for result in results))
     words = {result["word"] for result in results}
@@ -1319,21 +1669,30 @@ def command(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=HELP, epilog=EXITS,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=HELP, epilog=EXITS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", nargs="?", metavar="RUN.jsonl", help="raw lines, - for standard input")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
     parser.add_argument("--base", metavar="ARM", help="the arm to compare with; default A, else the first")
     parser.add_argument("--prompts", metavar="FILE", help="the prompt set, to look for synthetic text")
     parser.add_argument("--method", metavar="NAME", help="the speculation's method, if no boot line states it; none")
     parser.add_argument("--weights", metavar="CLASS=N,...", help="what each class counts; default: its prompts")
-    parser.add_argument("--boot-sd", type=float, metavar="SD",
-                        help="this host's boot-to-boot standard deviation of log speed; default 0.045 as from 9 loads")
+    parser.add_argument(
+        "--boot-sd",
+        type=float,
+        metavar="SD",
+        help="this host's boot-to-boot standard deviation of log speed; default 0.045 as from 9 loads",
+    )
     parser.add_argument("--boot-loads", type=int, metavar="N", help="the loads that --boot-sd was measured over")
     parser.add_argument("--seed", type=int, default=SEED, help=f"of the bootstrap; default {SEED}")
     parser.add_argument("--draws", type=int, default=DRAWS, help=f"of the bootstrap; default {DRAWS}")
-    parser.add_argument("--plan", metavar="WORDS", help='weigh a plan: "prompts=72 repeats=3 boots=2,1 prompt_sd=0.3 '
-                        'request_sd=0.03 pass_sd=0.005 boot_sd=0.045 one_load=0"')
+    parser.add_argument(
+        "--plan",
+        metavar="WORDS",
+        help='weigh a plan: "prompts=72 repeats=3 boots=2,1 prompt_sd=0.3 '
+        'request_sd=0.03 pass_sd=0.005 boot_sd=0.045 one_load=0"',
+    )
     parser.add_argument("--check-prompts", metavar="FILE", help="check a prompt set of one's own")
     try:
         return command(parser.parse_args(arguments))

@@ -34,7 +34,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 written:
-  description: Relative paths that were (in check mode: would be) written.
+  description: Relative paths that were written, or would be in check mode.
   type: list
   returned: always
 removed:

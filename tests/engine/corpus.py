@@ -35,11 +35,11 @@ def texts(positions: int, longest: int, rng: np.random.Generator) -> list[np.nda
             text = rng.integers(0, rng.choice([1, 2, 3, 5, 20, 2000]), rng.integers(1, min(200, longest)))
             if rng.random() < 0.5:  # a piece of it again, and something else after it
                 start = rng.integers(0, len(text))
-                text = np.concatenate((text, text[start:start + 40], rng.integers(0, 3, 2), text[-10:]))[:longest]
+                text = np.concatenate((text, text[start : start + 40], rng.integers(0, 3, 2), text[-10:]))[:longest]
         else:
             start = rng.integers(0, len(real) - longest)
-            text = real[start:start + longest]
-            text = np.concatenate((text[:longest * 2 // 3], text[:longest - longest * 2 // 3]))
+            text = real[start : start + longest]
+            text = np.concatenate((text[: longest * 2 // 3], text[: longest - longest * 2 // 3]))
         found.append(text.astype(np.int32))
         total += len(text)
     return found
@@ -61,8 +61,11 @@ def cases(positions: int, longest: int = REAL_LENGTH, settings: int = 4) -> dict
             rows.append((i, int(rng.integers(1, 9)), low, high, limit))
     # One proposer of the engine per setting: those of equal settings lie together.
     rows.sort(key=lambda row: row[1:])
-    return {"tokens": np.concatenate(every), "starts": np.cumsum([0, *(len(text) for text in every)]),
-            "cases": np.array(rows, np.int64)}
+    return {
+        "tokens": np.concatenate(every),
+        "starts": np.cumsum([0, *(len(text) for text in every)]),
+        "cases": np.array(rows, np.int64),
+    }
 
 
 def compare(given: dict[str, np.ndarray], found: dict[str, np.ndarray], semantics: str) -> dict[str, Any]:
@@ -72,25 +75,32 @@ def compare(given: dict[str, np.ndarray], found: dict[str, np.ndarray], semantic
     "first": the first difference, in words, or None}.
     """
     tokens, starts = given["tokens"], given["starts"]
-    result: dict[str, Any] = {"texts": len(starts) - 1, "positions": len(tokens), "compared": 0,
-                              "with_draft": 0, "differences": 0, "first": None}
+    result: dict[str, Any] = {
+        "texts": len(starts) - 1,
+        "positions": len(tokens),
+        "compared": 0,
+        "with_draft": 0,
+        "differences": 0,
+        "first": None,
+    }
     ends = np.cumsum(found["counts"])
     at = 0
     for text, *point, limit in given["cases"].tolist():
-        one = tokens[starts[text]:starts[text + 1]][:limit]
+        one = tokens[starts[text] : starts[text + 1]][:limit]
         setting = replay.Setting(*point)
         drafts, counts = replay.proposals(one, setting, replay.Rule(semantics, limit))
         for t in range(1, len(one) + 1):
             end = ends[at]
-            theirs = found["drafts"][end - found["counts"][at]:end].tolist()
-            ours = drafts[t - 1, :counts[t - 1]].tolist()
+            theirs = found["drafts"][end - found["counts"][at] : end].tolist()
+            ours = drafts[t - 1, : counts[t - 1]].tolist()
             result["compared"] += 1
             result["with_draft"] += bool(theirs)
             if ours != theirs:
                 result["differences"] += 1
                 result["first"] = result["first"] or (
                     f"text {text}, {setting}, max_model_len {limit}, after {t} tokens "
-                    f"(the last: {one[max(0, t - 12):t].tolist()}): the engine drafts {theirs}, the replay {ours}")
+                    f"(the last: {one[max(0, t - 12) : t].tolist()}): the engine drafts {theirs}, the replay {ours}"
+                )
             at += 1
     if at != len(ends):
         raise ValueError(f"found {len(ends)} positions in the engine's answer, expected {at}: is it of another input?")

@@ -27,13 +27,14 @@ BATCH = 256
 
 def speculator_module(path: str) -> ModuleType:
     """The engine's file, with stand-ins for what it imports for type hints and for its empty base class."""
+
     def module(name: str, **names: Any) -> None:
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__dict__.update(names)
 
     parts = ["vllm", "v1", "worker", "gpu", "spec_decode"]
     for i in range(len(parts)):
-        module(".".join(parts[:i + 1]))
+        module(".".join(parts[: i + 1]))
     module("vllm.config", VllmConfig=object)
     # On a CPU build the engine's own module says that there is no Triton.
     module("vllm.triton_utils", HAS_TRITON=True, tl=triton.language, triton=triton)
@@ -68,7 +69,7 @@ def drafts_of(module: ModuleType, text: np.ndarray, point: list[int]) -> np.ndar
         known = torch.arange(first, min(first + BATCH, len(text) + 1), dtype=torch.int32)
         rows = torch.arange(len(known))
         batch = torch.full((len(known), max_model_len), 7, dtype=torch.int32)
-        batch[:, :len(text)] = torch.from_numpy(text.copy())
+        batch[:, : len(text)] = torch.from_numpy(text.copy())
         # What lies beyond a request's tokens is whatever was there before.
         batch[torch.arange(max_model_len)[None, :] >= known[:, None]] = 7
         last = batch[rows, known.long() - 1].long()
@@ -77,14 +78,22 @@ def drafts_of(module: ModuleType, text: np.ndarray, point: list[int]) -> np.ndar
             scheduler_config=SimpleNamespace(max_num_seqs=len(known)),
             model_config=SimpleNamespace(max_model_len=max_model_len),
         )
-        states = SimpleNamespace(all_token_ids=SimpleNamespace(gpu=batch.to(DEVICE)),
-                                 total_len=SimpleNamespace(gpu=known.to(DEVICE)))
+        states = SimpleNamespace(
+            all_token_ids=SimpleNamespace(gpu=batch.to(DEVICE)), total_len=SimpleNamespace(gpu=known.to(DEVICE))
+        )
         one = module.NgramGPUSpeculator(config, torch.device(DEVICE), states)
         sampled = torch.ones(len(known), dtype=torch.int32, device=DEVICE)
         drafts = one.propose(
-            input_batch=SimpleNamespace(num_reqs=len(known), idx_mapping=rows.to(DEVICE)), attn_metadata=None,
-            slot_mappings=None, last_hidden_states=None, aux_hidden_states=None, num_sampled=sampled,
-            num_rejected=sampled, last_sampled=last.to(DEVICE), next_prefill_tokens=sampled, temperature=sampled,
+            input_batch=SimpleNamespace(num_reqs=len(known), idx_mapping=rows.to(DEVICE)),
+            attn_metadata=None,
+            slot_mappings=None,
+            last_hidden_states=None,
+            aux_hidden_states=None,
+            num_sampled=sampled,
+            num_rejected=sampled,
+            last_sampled=last.to(DEVICE),
+            next_prefill_tokens=sampled,
+            temperature=sampled,
             seeds=sampled,
         )
         found.append(drafts.cpu().numpy())
@@ -98,10 +107,15 @@ def main() -> None:
     module = speculator_module(sys.argv[3])
     if DEVICE == "cpu":
         mend_interpreter()
-    found = [drafts_of(module, tokens[starts[text]:starts[text + 1]][:point[3]], point)
-             for text, *point in given["cases"].tolist()]
-    np.savez(sys.argv[2], drafts=np.concatenate([drafts.ravel() for drafts in found]).astype(np.int32),
-             counts=np.concatenate([np.full(len(drafts), drafts.shape[1], np.int32) for drafts in found]))
+    found = [
+        drafts_of(module, tokens[starts[text] : starts[text + 1]][: point[3]], point)
+        for text, *point in given["cases"].tolist()
+    ]
+    np.savez(
+        sys.argv[2],
+        drafts=np.concatenate([drafts.ravel() for drafts in found]).astype(np.int32),
+        counts=np.concatenate([np.full(len(drafts), drafts.shape[1], np.int32) for drafts in found]),
+    )
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "Triton's interpreter"
     print(f"{where}, Triton {triton.__version__}, torch {torch.__version__}")
 

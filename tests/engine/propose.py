@@ -21,12 +21,14 @@ BATCH = 256
 
 def proposer(k: int, low: int, high: int, max_model_len: int) -> NgramProposer:
     """The engine's class, with a config that holds what its constructor reads."""
-    return NgramProposer(SimpleNamespace(
-        speculative_config=SimpleNamespace(prompt_lookup_min=low, prompt_lookup_max=high, num_speculative_tokens=k),
-        model_config=SimpleNamespace(max_model_len=max_model_len),
-        scheduler_config=SimpleNamespace(max_num_seqs=BATCH),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-    ))
+    return NgramProposer(
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(prompt_lookup_min=low, prompt_lookup_max=high, num_speculative_tokens=k),
+            model_config=SimpleNamespace(max_model_len=max_model_len),
+            scheduler_config=SimpleNamespace(max_num_seqs=BATCH),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        )
+    )
 
 
 def drafts_of(one: NgramProposer, text: np.ndarray) -> list[list[int]]:
@@ -51,7 +53,7 @@ def main() -> None:
     for text, *point in given["cases"].tolist():
         if tuple(point) not in proposers:
             proposers[tuple(point)] = proposer(*point)
-        for draft in drafts_of(proposers[tuple(point)], tokens[starts[text]:starts[text + 1]][:point[3]]):
+        for draft in drafts_of(proposers[tuple(point)], tokens[starts[text] : starts[text + 1]][: point[3]]):
             counts.append(len(draft))
             drafts += draft
     np.savez(sys.argv[2], drafts=np.array(drafts, np.int32), counts=np.array(counts, np.int32))

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 FAKE = Path(__file__).resolve().parent.parent / "fake_vllm"
-SHM = Path("/dev/shm")  # noqa: S108 - where the engine's segments are
+SHM = Path("/dev/shm")
 NGRAM = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4}'
 READY = "Application startup complete"
 
@@ -87,7 +87,7 @@ class Fake:
         if key:
             request.add_header("Authorization", f"Bearer {key}")
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310 - loopback
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

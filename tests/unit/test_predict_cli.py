@@ -11,16 +11,26 @@ REPO = Path(__file__).resolve().parents[2]
 PROGRAM = REPO / "scripts/predict.py"
 GRID = "k=5 min=4 max=4; k=2 min=1 max=4"
 LINES = [
-    {"id": "a", "class": "code [edit]", "prompt_token_ids": [1, 2, 3, 4, 5, 6, 7],
-     "output_token_ids": [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]},
+    {
+        "id": "a",
+        "class": "code [edit]",
+        "prompt_token_ids": [1, 2, 3, 4, 5, 6, 7],
+        "output_token_ids": [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2],
+    },
     {"id": 2, "class": "story", "prompt_token_ids": [], "output_token_ids": [5, 5, 5, 5, 5, 5]},
     {"id": 3, "class": "story", "prompt_token_ids": [1], "output_token_ids": [5]},
 ]
 
 
 def predict(*arguments, stdin="", folder=REPO):
-    return subprocess.run([sys.executable, str(PROGRAM), *map(str, arguments)], input=stdin, capture_output=True,
-                          text=True, timeout=300, cwd=folder)
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+    )
 
 
 def printed(*arguments, **more):
@@ -37,8 +47,17 @@ def file(tmp_path):
 
 
 def row(name, cls, point, drafted, accepted, tokens_per_step):
-    return {"id": name, "class": cls, "k": point[0], "min": point[1], "max": point[2], "steps": len(drafted),
-            "drafted": drafted, "accepted": accepted, "tokens_per_step": tokens_per_step}
+    return {
+        "id": name,
+        "class": cls,
+        "k": point[0],
+        "min": point[1],
+        "max": point[2],
+        "steps": len(drafted),
+        "drafted": drafted,
+        "accepted": accepted,
+        "tokens_per_step": tokens_per_step,
+    }
 
 
 A, B = (5, 4, 4), (2, 1, 4)
@@ -71,8 +90,9 @@ def test_json_lists_every_request_under_every_setting(file, semantics):
 
 
 def test_standard_input_is_read_from_any_folder(file, tmp_path):
-    found = printed("replay", "-", "--grid", GRID, "--semantics", "v1", "--json", stdin=file.read_text(),
-                    folder=tmp_path)
+    found = printed(
+        "replay", "-", "--grid", GRID, "--semantics", "v1", "--json", stdin=file.read_text(), folder=tmp_path
+    )
     assert json.loads(found) == ROWS["v1"]
 
 
@@ -95,17 +115,30 @@ def test_the_summary_in_json_says_what_the_rule_was_compared_with(file):
     assert (found["semantics"], found["max_model_len"]) == ("v1", None)
     assert "the engine's own proposer" in found["checked"]
     assert [(one["class"], one["k"]) for one in found["summary"]] == [
-        (cls, k) for cls in (None, "code [edit]", "story") for k in (5, 2)]
+        (cls, k) for cls in (None, "code [edit]", "story") for k in (5, 2)
+    ]
     assert found["summary"][5] == {
-        "class": "story", "k": 2, "min": 1, "max": 4, "requests": 2, "tokens": 5, "steps": 3, "tokens_per_step": 5 / 3,
-        "draft_step_share": 2 / 3, "drafted": 2, "accepted": 2, "drafted_by_position": [2, 0],
-        "accepted_by_position": [2, 0], "acceptance_by_position": [1.0, None],
+        "class": "story",
+        "k": 2,
+        "min": 1,
+        "max": 4,
+        "requests": 2,
+        "tokens": 5,
+        "steps": 3,
+        "tokens_per_step": 5 / 3,
+        "draft_step_share": 2 / 3,
+        "drafted": 2,
+        "accepted": 2,
+        "drafted_by_position": [2, 0],
+        "accepted_by_position": [2, 0],
+        "acceptance_by_position": [1.0, None],
     }
 
 
 def test_a_limit_cuts_the_last_drafts(file):
-    found = json.loads(printed("replay", file, "--grid", "k=5 min=4 max=4", "--semantics", "v2", "--json",
-                               "--max-model-len", 19))
+    found = json.loads(
+        printed("replay", file, "--grid", "k=5 min=4 max=4", "--semantics", "v2", "--json", "--max-model-len", 19)
+    )
     # Before its last step request a has 18 tokens of 19: no room for a draft beside the sampled token.
     assert found[0]["drafted"] == [5, 5, 5, 5, 5, 2, 1, 0]
 
@@ -113,18 +146,21 @@ def test_a_limit_cuts_the_last_drafts(file):
 USUAL = ["--grid", GRID, "--semantics", "v1"]
 
 
-@pytest.mark.parametrize(("arguments", "stdin", "said"), [
-    (["replay", "-", *USUAL], "", "standard input: found no transcript"),
-    (["replay", "-", *USUAL], '\n{"id": 1}\n', "standard input:2: class, prompt_token_ids"),
-    (["replay", "nowhere.jsonl", *USUAL], "", "nowhere.jsonl: cannot be read: No such file"),
-    (["replay", ".", *USUAL], "", ".: cannot be read: Is a directory"),
-    (["replay", "-", "--grid", "k=5", "--semantics", "v1"], "", "grid, setting 1 ('k=5'): min and max not given"),
-    (["replay", "-", "--grid", GRID, "--semantics", "v3"], "", "invalid choice: 'v3'"),
-    (["replay", "-", "--grid", GRID], "", "--semantics"),
-    (["replay", "-", *USUAL, "--summary"], "", "--summary: found without --json"),
-    (["replay", "-", *USUAL, "--max-model-len", "0"], "", "found '0', expected a whole number"),
-    ([], "", "required: command"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "said"),
+    [
+        (["replay", "-", *USUAL], "", "standard input: found no transcript"),
+        (["replay", "-", *USUAL], '\n{"id": 1}\n', "standard input:2: class, prompt_token_ids"),
+        (["replay", "nowhere.jsonl", *USUAL], "", "nowhere.jsonl: cannot be read: No such file"),
+        (["replay", ".", *USUAL], "", ".: cannot be read: Is a directory"),
+        (["replay", "-", "--grid", "k=5", "--semantics", "v1"], "", "grid, setting 1 ('k=5'): min and max not given"),
+        (["replay", "-", "--grid", GRID, "--semantics", "v3"], "", "invalid choice: 'v3'"),
+        (["replay", "-", "--grid", GRID], "", "--semantics"),
+        (["replay", "-", *USUAL, "--summary"], "", "--summary: found without --json"),
+        (["replay", "-", *USUAL, "--max-model-len", "0"], "", "found '0', expected a whole number"),
+        ([], "", "required: command"),
+    ],
+)
 def test_wrong_calls_and_input_exit_with_2_and_say_why(arguments, stdin, said):
     done = predict(*arguments, stdin=stdin)
     assert (done.returncode, done.stdout) == (2, "")
@@ -134,8 +170,13 @@ def test_wrong_calls_and_input_exit_with_2_and_say_why(arguments, stdin, said):
 
 def test_a_full_disk_exits_with_1(file):
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, str(PROGRAM), "replay", str(file), *USUAL, "--json"], stdout=full,
-                              stderr=subprocess.PIPE, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), "replay", str(file), *USUAL, "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
     assert done.returncode == 1
     assert done.stderr.startswith("predict replay: standard output cannot be written: No space left on device")
     assert len(done.stderr.splitlines()) == 1

@@ -26,8 +26,13 @@ def read(*lines):
 
 
 def prompt(number=1, **changes):
-    return {"id": f"p{number}", "class": "notes", "max_tokens": 64,
-            "messages": [{"role": "user", "content": f"Tell me about bridge {number}."}], **changes}
+    return {
+        "id": f"p{number}",
+        "class": "notes",
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": f"Tell me about bridge {number}."}],
+        **changes,
+    }
 
 
 def test_the_set_has_twelve_of_every_declared_class():
@@ -38,7 +43,7 @@ def test_the_set_has_twelve_of_every_declared_class():
 def test_every_part_of_the_set_is_as_mixed_as_the_whole():
     """So that a plan may take the first 24 prompts."""
     kinds = [item.kind for item in shipped()]
-    assert all(kinds[first:first + 6] == CLASSES for first in range(0, 72, 6))
+    assert all(kinds[first : first + 6] == CLASSES for first in range(0, 72, 6))
 
 
 def test_lengths_vary_and_fit_a_small_context():
@@ -66,22 +71,30 @@ def test_classes_are_what_they_claim():
             assert results and all(json.loads(result) for result in results), item.id
 
 
-@pytest.mark.parametrize(("lines", "said"), [
-    ([prompt(id="")], 'own.jsonl:1: id: found ""'),
-    ([prompt(**{"class": 4})], "own.jsonl:1: class: found 4"),
-    ([prompt(messages=[])], "own.jsonl:1: messages: found []"),
-    ([prompt(messages=[{"role": "tool", "content": "x"}])], "expected {\"role\": system, user or assistant"),
-    ([prompt(messages=[{"role": "user", "content": " "}])], "own.jsonl:1: content"),
-    ([prompt(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])], "the last message"),
-    ([prompt(max_tokens=8)], "max_tokens: found 8, expected a whole number of at least 16"),
-    ([prompt(max_tokens=True)], "max_tokens: found true"),
-    ([prompt(ignore_eos=True)], "found the key(s) ignore_eos"),
-    ([prompt(temperature=1)], "sampling is fixed by the benchmark"),
-    ([prompt(1), prompt(2), prompt(1, messages=prompt(3)["messages"])],
-     "own.jsonl:3: id: found the same as at own.jsonl:1"),
-    ([prompt(1), prompt(2, messages=prompt(1)["messages"])], "own.jsonl:2: text: found the same as at own.jsonl:1"),
-    ([], "own.jsonl: found no prompt"),
-])
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([prompt(id="")], 'own.jsonl:1: id: found ""'),
+        ([prompt(**{"class": 4})], "own.jsonl:1: class: found 4"),
+        ([prompt(messages=[])], "own.jsonl:1: messages: found []"),
+        ([prompt(messages=[{"role": "tool", "content": "x"}])], 'expected {"role": system, user or assistant'),
+        ([prompt(messages=[{"role": "user", "content": " "}])], "own.jsonl:1: content"),
+        (
+            [prompt(messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}])],
+            "the last message",
+        ),
+        ([prompt(max_tokens=8)], "max_tokens: found 8, expected a whole number of at least 16"),
+        ([prompt(max_tokens=True)], "max_tokens: found true"),
+        ([prompt(ignore_eos=True)], "found the key(s) ignore_eos"),
+        ([prompt(temperature=1)], "sampling is fixed by the benchmark"),
+        (
+            [prompt(1), prompt(2), prompt(1, messages=prompt(3)["messages"])],
+            "own.jsonl:3: id: found the same as at own.jsonl:1",
+        ),
+        ([prompt(1), prompt(2, messages=prompt(1)["messages"])], "own.jsonl:2: text: found the same as at own.jsonl:1"),
+        ([], "own.jsonl: found no prompt"),
+    ],
+)
 def test_a_bad_line_is_named(lines, said):
     with pytest.raises(verdict.InputError) as error:
         read(*lines)
@@ -94,7 +107,8 @@ def test_a_set_that_cannot_carry_a_verdict():
     named = verdict.check_prompts(read(*(prompt(number, **{"class": "random"}) for number in range(20))))
     assert [line.split(":")[0] for line in named] == ["classes random"]
     text = " ".join(f"w{number * 7919 % 30011}" for number in range(100))
-    drawn = verdict.check_prompts(read(*(prompt(n) for n in range(20)),
-                                       prompt(99, messages=[{"role": "user", "content": text}])))
+    drawn = verdict.check_prompts(
+        read(*(prompt(n) for n in range(20)), prompt(99, messages=[{"role": "user", "content": text}]))
+    )
     assert len(drawn) == 1
     assert drawn[0].startswith("prompt p99: random tokens")

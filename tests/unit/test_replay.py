@@ -21,8 +21,8 @@ def reference_draft(known, k, low, high, semantics):
     for n in range(min(high, len(known) - 1), low - 1, -1):
         starts = range(len(known) - n)
         for start in starts if semantics == "v1" else reversed(starts):
-            if known[start:start + n] == known[-n:]:
-                found = known[start + n:][:k]
+            if known[start : start + n] == known[-n:]:
+                found = known[start + n :][:k]
                 return found if semantics == "v1" else found + [known[-1]] * (k - len(found))
     return [] if semantics == "v1" else [known[-1]] * k
 
@@ -34,7 +34,7 @@ def reference_replay(prompt, output, setting, semantics, max_model_len=None):
     while rest:
         draft = reference_draft(known, *setting, semantics)
         if max_model_len is not None:
-            draft = draft[:max(0, max_model_len - len(known) - 1)]
+            draft = draft[: max(0, max_model_len - len(known) - 1)]
         hits = 0
         for said, wanted in zip(draft, rest, strict=False):
             if said != wanted:
@@ -42,7 +42,7 @@ def reference_replay(prompt, output, setting, semantics, max_model_len=None):
             hits += 1
         drafted.append(len(draft))
         accepted.append(hits)
-        known, rest = known + rest[:hits + 1], rest[hits + 1:]
+        known, rest = known + rest[: hits + 1], rest[hits + 1 :]
     return drafted, accepted
 
 
@@ -63,7 +63,7 @@ def texts(draw):
     for _ in range(draw(st.integers(0, 4))):
         if tokens:
             start = draw(st.integers(0, len(tokens) - 1))
-            tokens = tokens + tokens[start:start + draw(st.integers(1, 20))]
+            tokens = tokens + tokens[start : start + draw(st.integers(1, 20))]
             tokens = tokens + draw(st.lists(st.integers(0, alphabet), max_size=3))
     return tokens
 
@@ -170,9 +170,20 @@ def test_the_summary_adds_up_the_steps_of_each_class():
     assert list(rows) == [(None, 2), (None, 3), ("x", 2), ("x", 3), ("y", 2), ("y", 3)]
     # x drafts 2, 3 (both right) and meets 9; y meets its second 5 without a draft, then drafts a 5.
     assert rows[("x", 2)] == {
-        "class": "x", "k": 2, "min": 1, "max": 1, "requests": 1, "tokens": 3, "steps": 1, "tokens_per_step": 3.0,
-        "draft_step_share": 1.0, "drafted": 2, "accepted": 2, "drafted_by_position": [1, 1],
-        "accepted_by_position": [1, 1], "acceptance_by_position": [1.0, 1.0],
+        "class": "x",
+        "k": 2,
+        "min": 1,
+        "max": 1,
+        "requests": 1,
+        "tokens": 3,
+        "steps": 1,
+        "tokens_per_step": 3.0,
+        "draft_step_share": 1.0,
+        "drafted": 2,
+        "accepted": 2,
+        "drafted_by_position": [1, 1],
+        "accepted_by_position": [1, 1],
+        "acceptance_by_position": [1.0, 1.0],
     }
     assert rows[("y", 2)]["requests"] == 2
     assert (rows[("y", 2)]["steps"], rows[("y", 2)]["tokens"]) == (2, 2)
@@ -200,22 +211,25 @@ def test_lines_are_read_with_blank_lines_other_keys_and_whole_number_ids():
     assert two.id == "ä"
 
 
-@pytest.mark.parametrize(("line", "said"), [
-    (b"{", "t.jsonl:2: not JSON"),
-    (b"\xff{}", "t.jsonl:2: not JSON"),
-    (b"[" * 100_000, "t.jsonl:2: not JSON"),
-    (b"[1]", "t.jsonl:2: found a list, expected an object"),
-    (b"{}", "t.jsonl:2: id, class, prompt_token_ids, output_token_ids not found among no keys"),
-    (bad(id=True), "t.jsonl:2: id found true or false, expected a string"),
-    (bad(**{"class": None}), "t.jsonl:2: class found null, expected a string"),
-    (bad(output_token_ids="abc"), "t.jsonl:2: output_token_ids found a string, expected a list"),
-    (bad(output_token_ids=[1, 2.0]), "t.jsonl:2: output_token_ids[1] found 2.0, expected a"),
-    (bad(prompt_token_ids=[True]), "t.jsonl:2: prompt_token_ids[0] found true, expected a"),
-    (bad(prompt_token_ids=[1, -1]), "t.jsonl:2: prompt_token_ids[1] found -1, expected a"),
-    (bad(prompt_token_ids=[2**31]), "t.jsonl:2: prompt_token_ids[0] found 2147483648, exp"),
-    (bad(prompt_token_ids=[10**30]), "t.jsonl:2: prompt_token_ids[0] found 1000"),
-    (bad(prompt_token_ids=[1, 2, 3, 4]), "t.jsonl:2: found 4 + 1 tokens, expected at most"),
-])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "t.jsonl:2: not JSON"),
+        (b"\xff{}", "t.jsonl:2: not JSON"),
+        (b"[" * 100_000, "t.jsonl:2: not JSON"),
+        (b"[1]", "t.jsonl:2: found a list, expected an object"),
+        (b"{}", "t.jsonl:2: id, class, prompt_token_ids, output_token_ids not found among no keys"),
+        (bad(id=True), "t.jsonl:2: id found true or false, expected a string"),
+        (bad(**{"class": None}), "t.jsonl:2: class found null, expected a string"),
+        (bad(output_token_ids="abc"), "t.jsonl:2: output_token_ids found a string, expected a list"),
+        (bad(output_token_ids=[1, 2.0]), "t.jsonl:2: output_token_ids[1] found 2.0, expected a"),
+        (bad(prompt_token_ids=[True]), "t.jsonl:2: prompt_token_ids[0] found true, expected a"),
+        (bad(prompt_token_ids=[1, -1]), "t.jsonl:2: prompt_token_ids[1] found -1, expected a"),
+        (bad(prompt_token_ids=[2**31]), "t.jsonl:2: prompt_token_ids[0] found 2147483648, exp"),
+        (bad(prompt_token_ids=[10**30]), "t.jsonl:2: prompt_token_ids[0] found 1000"),
+        (bad(prompt_token_ids=[1, 2, 3, 4]), "t.jsonl:2: found 4 + 1 tokens, expected at most"),
+    ],
+)
 def test_a_bad_line_is_named_with_what_was_expected(line, said):
     with pytest.raises(replay.InputError) as caught:
         read(json.dumps(GOOD).encode(), line, limit=4)
@@ -231,22 +245,25 @@ def test_a_grid_keeps_its_order():
     assert replay.parse_grid(" max=4 k=5 min=4 ;k=2 min=1 max=4;") == (replay.Setting(5, 4, 4), replay.Setting(2, 1, 4))
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("", "grid: found no setting"),
-    (" ; ", "grid: found no setting"),
-    ("k=5 min=4", "setting 1 ('k=5 min=4'): max not given"),
-    ("k=1 min=1 max=1; k=5 n=4", "setting 2 ('k=5 n=4'): found 'n=4'"),
-    ("k=5,min=4,max=4", "k found '5,min=4,max=4', expected a whole number from 1 to 255"),
-    ("k=0 min=4 max=4", "k found '0', expected a whole number"),
-    ("k=-1 min=4 max=4", "k found '-1'"),
-    ("k=256 min=4 max=4", "k found '256'"),
-    ("k=1000000000256 min=4 max=4", "k found '1000000000256'"),
-    ("k=² min=4 max=4", "k found '²'"),
-    ("k= min=4 max=4", "k found ''"),
-    ("k=5 k=5 min=4 max=4", "k is given twice"),
-    ("k=5 min=5 max=4", "min found 5, expected at most max, which is 4"),
-    ("k=5 min=4 max=4; max=4 k=5 min=4", "setting 2 ('max=4 k=5 min=4'): the same setting is given twice"),
-])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "grid: found no setting"),
+        (" ; ", "grid: found no setting"),
+        ("k=5 min=4", "setting 1 ('k=5 min=4'): max not given"),
+        ("k=1 min=1 max=1; k=5 n=4", "setting 2 ('k=5 n=4'): found 'n=4'"),
+        ("k=5,min=4,max=4", "k found '5,min=4,max=4', expected a whole number from 1 to 255"),
+        ("k=0 min=4 max=4", "k found '0', expected a whole number"),
+        ("k=-1 min=4 max=4", "k found '-1'"),
+        ("k=256 min=4 max=4", "k found '256'"),
+        ("k=1000000000256 min=4 max=4", "k found '1000000000256'"),
+        ("k=² min=4 max=4", "k found '²'"),
+        ("k= min=4 max=4", "k found ''"),
+        ("k=5 k=5 min=4 max=4", "k is given twice"),
+        ("k=5 min=5 max=4", "min found 5, expected at most max, which is 4"),
+        ("k=5 min=4 max=4; max=4 k=5 min=4", "setting 2 ('max=4 k=5 min=4'): the same setting is given twice"),
+    ],
+)
 def test_a_bad_grid_is_named_with_what_was_expected(text, said):
     with pytest.raises(replay.InputError) as caught:
         replay.parse_grid(text)

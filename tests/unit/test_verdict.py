@@ -21,8 +21,9 @@ QUICK = verdict.Settings(draws=500)
 QUIET = verdict.BootSpread(0.005, 20)
 
 
-def lines_of(effect=1.4, prompts=24, repeats=2, boots="ABA", shared=False, sd=0.05, noise=0.01, boot_sd=0.0, seed=1,
-             facts=True):
+def lines_of(
+    effect=1.4, prompts=24, repeats=2, boots="ABA", shared=False, sd=0.05, noise=0.01, boot_sd=0.0, seed=1, facts=True
+):
     """Raw lines of a run with a known speed-up; `shared`: each letter of `boots` is not a load, they share load 0."""
     rng = np.random.default_rng(seed)
     gain = math.log(effect) + rng.normal(0, sd, prompts)
@@ -32,21 +33,42 @@ def lines_of(effect=1.4, prompts=24, repeats=2, boots="ABA", shared=False, sd=0.
         moved = rng.normal(0, boot_sd)
         if facts:
             speculation = {"method": "ngram", "drafted": 900, "accepted": 400} if arm == "B" else {"method": None}
-            out.append({"arm": arm, "boot": 0 if shared else number, "facts": {
-                "kv_cache_tokens": 100_000 if arm == "A" else 90_000, "preemptions": 0, "throttle_reasons": [],
-                **speculation}})
+            out.append(
+                {
+                    "arm": arm,
+                    "boot": 0 if shared else number,
+                    "facts": {
+                        "kv_cache_tokens": 100_000 if arm == "A" else 90_000,
+                        "preemptions": 0,
+                        "throttle_reasons": [],
+                        **speculation,
+                    },
+                }
+            )
         for repeat in range(repeats):
             for prompt in range(prompts):
                 tokens = 80 + 5 * prompt
                 log = level[prompt] + moved + rng.normal(0, noise) - (gain[prompt] if arm == "B" else 0)
                 decode = math.exp(log) * (tokens - 1)
                 ttft = 0.2 * math.exp(rng.normal(0, 0.01))
-                out.append({
-                    "arm": arm, "variant": {"A": "base", "B": "ngram", "C": "suffix"}[arm],
-                    "boot": 0 if shared else number, "repeat": repeat, "prompt_id": f"p{prompt}",
-                    "class": KINDS[prompt % len(KINDS)], "ttft_s": ttft, "decode_s": decode, "e2e_s": ttft + decode,
-                    "output_tokens": tokens, "finish_reason": "stop", "token_ids": answer(prompt, tokens),
-                    "tool_call_ok": True, "reasoning_ok": True})
+                out.append(
+                    {
+                        "arm": arm,
+                        "variant": {"A": "base", "B": "ngram", "C": "suffix"}[arm],
+                        "boot": 0 if shared else number,
+                        "repeat": repeat,
+                        "prompt_id": f"p{prompt}",
+                        "class": KINDS[prompt % len(KINDS)],
+                        "ttft_s": ttft,
+                        "decode_s": decode,
+                        "e2e_s": ttft + decode,
+                        "output_tokens": tokens,
+                        "finish_reason": "stop",
+                        "token_ids": answer(prompt, tokens),
+                        "tool_call_ok": True,
+                        "reasoning_ok": True,
+                    }
+                )
     return out
 
 
@@ -67,8 +89,13 @@ def judged(lines, **settings):
 
 def requests(lines, arm=None, prompts=None):
     """Request lines of an arm, of the first so many prompts."""
-    return [line for line in lines if "prompt_id" in line and arm in (None, line["arm"])
-            and (prompts is None or int(line["prompt_id"][1:]) < prompts)]
+    return [
+        line
+        for line in lines
+        if "prompt_id" in line
+        and arm in (None, line["arm"])
+        and (prompts is None or int(line["prompt_id"][1:]) < prompts)
+    ]
 
 
 # -- interval ---------------------------------------------------------------------------------------------------------
@@ -142,7 +169,7 @@ def test_loads_that_differ_widen_what_is_known():
     boots = [verdict.Boot(number, np.full((5, 2), level)) for number, level in enumerate((0.0, 0.2))]
     updated = known.updated(boots, boots[:1])
     assert updated.df == 5
-    assert updated.sd == pytest.approx(math.sqrt((0.04 ** 2 * 4 + 2 * 0.1 ** 2) / 5))
+    assert updated.sd == pytest.approx(math.sqrt((0.04**2 * 4 + 2 * 0.1**2) / 5))
 
 
 @pytest.mark.parametrize(("df", "wanted"), [(4, 2.776), (8, 2.306), (15, 2.131), (71, 1.994)])
@@ -159,10 +186,18 @@ def test_totals_weigh_long_and_slow_answers_as_the_owner_pays_them():
     assert math.exp(found.totals) == pytest.approx((100 * 0.01 + 900 * 0.01) / (100 * 0.005 + 900 * 0.02))
 
 
-@pytest.mark.parametrize(("low", "high", "word"), [
-    (1.031, 1.2, "faster"), (1.029, 1.2, "undecided"), (0.8, 0.969, "slower"), (0.8, 0.971, "undecided"),
-    (0.971, 1.029, "equivalent"), (0.9, 1.1, "undecided"), (0.969, 1.029, "undecided"),
-])
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (1.031, 1.2, "faster"),
+        (1.029, 1.2, "undecided"),
+        (0.8, 0.969, "slower"),
+        (0.8, 0.971, "undecided"),
+        (0.971, 1.029, "equivalent"),
+        (0.9, 1.1, "undecided"),
+        (0.969, 1.029, "undecided"),
+    ],
+)
 def test_words(low, high, word):
     assert verdict.word_of(math.log(low), math.log(high), 0.03) == word
 
@@ -179,12 +214,15 @@ def test_d_is_twice_the_spread_from_repeat_to_repeat():
 # -- words of whole runs ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "word"), [
-    ({"effect": 1.4}, "faster"),
-    ({"effect": 0.8}, "slower"),
-    ({"effect": 1.0, "shared": True, "boots": "AB", "sd": 0.01}, "equivalent"),
-    ({"effect": 1.05, "sd": 0.3}, "undecided"),
-])
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"effect": 1.4}, "faster"),
+        ({"effect": 0.8}, "slower"),
+        ({"effect": 1.0, "shared": True, "boots": "AB", "sd": 0.01}, "equivalent"),
+        ({"effect": 1.05, "sd": 0.3}, "undecided"),
+    ],
+)
 def test_word_of_a_run(given, word):
     result = judged(lines_of(**given))
     assert result["word"] == word, result["sentence"]
@@ -251,8 +289,8 @@ def test_weights_by_class():
     even = judged(few, weights=dict.fromkeys(KINDS, 1.0))
     mostly = judged(lines, weights={**dict.fromkeys(KINDS, 1.0), "code_edit": 5.0})
     alone = judged(lines, weights={**dict.fromkeys(KINDS, 0.0), "code_edit": 1.0})
-    assert even["speedup"]["value"] == pytest.approx(2 ** 0.25, rel=0.01)
-    assert mostly["speedup"]["value"] == pytest.approx(2 ** 0.625, rel=0.01)
+    assert even["speedup"]["value"] == pytest.approx(2**0.25, rel=0.01)
+    assert mostly["speedup"]["value"] == pytest.approx(2**0.625, rel=0.01)
     assert alone["speedup"]["value"] == pytest.approx(2, rel=0.01)
     assert alone["reasons"] == ["too_few_prompts"]
 
@@ -277,20 +315,24 @@ def test_every_concurrency_and_arm_has_a_verdict():
 
 def change(arm, prompts=None, **values):
     """A tripped run: sets values on the requests of an arm; a function gets the line."""
+
     def trip(lines):
         for line in requests(lines, arm, prompts):
             line.update({key: value(line) if callable(value) else value for key, value in values.items()})
         return lines
+
     return trip
 
 
 def state(arm, **facts):
     """A tripped run: sets facts of an arm's loads."""
+
     def trip(lines):
         for line in lines:
             if "facts" in line and line["arm"] == arm:
                 line["facts"].update(facts)
         return lines
+
     return trip
 
 
@@ -371,8 +413,11 @@ def some_errors(lines):
 
 GATES = [
     # name, what trips it, the word
-    ("too_few_prompts", lambda lines: [line for line in lines if "facts" in line or line in requests(lines, None, 15)],
-     "refused"),
+    (
+        "too_few_prompts",
+        lambda lines: [line for line in lines if "facts" in line or line in requests(lines, None, 15)],
+        "refused",
+    ),
     ("arm_incomplete", dies, "refused"),
     ("arm_incomplete", fails, "refused"),
     ("errors", fails, "refused"),
@@ -430,7 +475,8 @@ def test_the_tail_fails_beyond_what_boots_explain_only():
     loose = judged(lines, known=verdict.BootSpread())
     assert loose["word"] == "faster"
     assert "no more than prompts and boots explain" in next(
-        gate["said"] for gate in loose["gates"] if gate["name"] == "ttft_p95")
+        gate["said"] for gate in loose["gates"] if gate["name"] == "ttft_p95"
+    )
 
 
 def test_answers_that_differ_within_the_base_too_are_no_change():
@@ -475,8 +521,10 @@ def test_what_the_base_does_too_is_not_held_against_the_variant():
     assert any(gate["name"] == "looping_base" for gate in result["gates"])
 
 
-@pytest.mark.parametrize(("method", "word"), [(None, "refused"), ("none", "faster"), ("eagle3", "faster"),
-                                              ("suffix", "refused"), ("ngram_gpu", "refused")])
+@pytest.mark.parametrize(
+    ("method", "word"),
+    [(None, "refused"), ("none", "faster"), ("eagle3", "faster"), ("suffix", "refused"), ("ngram_gpu", "refused")],
+)
 def test_synthetic_text_is_refused_where_speculation_looks_it_up(method, word):
     lines = [line for line in change(None, **{"class": "random"})(lines_of(effect=1.4)) if "facts" not in line]
     assert judged(lines, method=method)["word"] == word
@@ -485,33 +533,40 @@ def test_synthetic_text_is_refused_where_speculation_looks_it_up(method, word):
 def test_random_prompts_are_seen_although_their_class_says_otherwise():
     rng = random.Random(4)
     letters = "abcdefghijklmnopqrstuvwxyz"
-    texts = {f"p{n}": " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(120))
-             for n in range(24)}
+    texts = {
+        f"p{n}": " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(120)) for n in range(24)
+    }
     result = judged(lines_of(effect=1.4), texts=texts)
     assert result["reasons"] == ["synthetic_text"]
     assert "random tokens" in result["sentence"]
 
 
-@pytest.mark.parametrize(("ids", "loop"), [
-    ([], False),
-    ([5] * 31, False),
-    ([5] * 32, True),
-    ([*range(100), *[1, 2, 3] * 20], True),
-    ([*range(300), *[1, 2, 3] * 12], False),  # a short run at the end of a long answer, such as a table's rule
-    ([*range(40), *[1, 2, 3] * 20, 99], False),  # it found its way out
-    ([*range(60), *range(60), *range(60)], False),  # three times is not yet a loop
-    ([*range(60)] * 4, True),
-    (list(range(500)), False),
-])
+@pytest.mark.parametrize(
+    ("ids", "loop"),
+    [
+        ([], False),
+        ([5] * 31, False),
+        ([5] * 32, True),
+        ([*range(100), *[1, 2, 3] * 20], True),
+        ([*range(300), *[1, 2, 3] * 12], False),  # a short run at the end of a long answer, such as a table's rule
+        ([*range(40), *[1, 2, 3] * 20, 99], False),  # it found its way out
+        ([*range(60), *range(60), *range(60)], False),  # three times is not yet a loop
+        ([*range(60)] * 4, True),
+        (list(range(500)), False),
+    ],
+)
 def test_loops(ids, loop):
     assert verdict.loops(ids) is loop
 
 
-@pytest.mark.parametrize(("text", "loop"), [
-    ("The same again. " * 20 + "\n", True),
-    ("Once upon a time there was a miller who had three sons, a mill, a donkey and a cat. " * 3, False),
-    ("", False),
-])
+@pytest.mark.parametrize(
+    ("text", "loop"),
+    [
+        ("The same again. " * 20 + "\n", True),
+        ("Once upon a time there was a miller who had three sons, a mill, a donkey and a cat. " * 3, False),
+        ("", False),
+    ],
+)
 def test_loops_in_text(text, loop):
     assert verdict.loops_text(text) is loop
 
@@ -520,16 +575,22 @@ WRITTEN = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 WORDS = sorted({word for word in WRITTEN.split() if word.isalpha()})
 
 
-@pytest.mark.parametrize(("text", "why"), [
-    (WRITTEN, None),
-    (Path(verdict.__file__).read_text(encoding="utf-8"), None),
-    (json.dumps([{"id": i, "name": f"item {i}", "price": i * 3} for i in range(60)]), None),
-    ("too short to tell", None),
-    ("的了一是我不在人们有来他这上着个地到大里说就去子得也和那要下看天时过出小么起你都把好还多没为又可家学" * 3, None),
-    (" ".join(random.Random(1).choices([f"w{n}" for n in range(30_000)], k=200)), "random tokens"),
-    (" ".join(random.Random(2).choices([f"w{n}" for n in range(1_000)], k=400)), "random words"),
-    ("hello world " * 100, "one phrase repeated"),
-])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (WRITTEN, None),
+        (Path(verdict.__file__).read_text(encoding="utf-8"), None),
+        (json.dumps([{"id": i, "name": f"item {i}", "price": i * 3} for i in range(60)]), None),
+        ("too short to tell", None),
+        (
+            "的了一是我不在人们有来他这上着个地到大里说就去子得也和那要下看天时过出小么起你都把好还多没为又可家学" * 3,
+            None,
+        ),
+        (" ".join(random.Random(1).choices([f"w{n}" for n in range(30_000)], k=200)), "random tokens"),
+        (" ".join(random.Random(2).choices([f"w{n}" for n in range(1_000)], k=400)), "random words"),
+        ("hello world " * 100, "one phrase repeated"),
+    ],
+)
 def test_synthetic_text(text, why):
     found = verdict.looks_synthetic(text)
     assert (found is None) if why is None else (found or "").startswith(why)
@@ -540,16 +601,20 @@ def test_short_random_prompts_are_judged_together():
     texts = {str(n): " ".join(f"w{rng.randrange(30_000)}" for _ in range(20)) for n in range(20)}
     assert set(verdict.synthetic_texts(texts)) == set(texts)
     words = WRITTEN.split()
-    assert verdict.synthetic_texts({str(n): " ".join(words[20 * n:20 * n + 20]) for n in range(20)}) == {}
+    assert verdict.synthetic_texts({str(n): " ".join(words[20 * n : 20 * n + 20]) for n in range(20)}) == {}
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [
-    verdict.Plan(prompts=24, one_load=1, base_boots=1, repeats=4),
-    verdict.Plan(prompts=40, base_boots=2, variant_boots=1),
-], ids=["one load", "A B A"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        verdict.Plan(prompts=24, one_load=1, base_boots=1, repeats=4),
+        verdict.Plan(prompts=40, base_boots=2, variant_boots=1),
+    ],
+    ids=["one load", "A B A"],
+)
 def test_closed_form_agrees_with_drawn_runs(plan):
     row = verdict_simulation.cell((7, "test", plan, 120))
     weighed = verdict.power(plan)
@@ -563,9 +628,22 @@ def test_committed_simulation_is_what_the_page_and_the_closed_form_say():
     assert stored["worst_false_faster"] < 0.05
     assert stored["runs"] >= 10_000
     for row in stored["rows"]:
-        plan = verdict.Plan(**{key: row[key] for key in
-                               ("prompts", "repeats", "base_boots", "variant_boots", "one_load", "prompt_sd",
-                                "request_sd", "pass_sd", "boot_sd")})
+        plan = verdict.Plan(
+            **{
+                key: row[key]
+                for key in (
+                    "prompts",
+                    "repeats",
+                    "base_boots",
+                    "variant_boots",
+                    "one_load",
+                    "prompt_sd",
+                    "request_sd",
+                    "pass_sd",
+                    "boot_sd",
+                )
+            }
+        )
         formula = verdict.power(plan)["smallest_effect"]
         assert formula == pytest.approx(row["smallest_effect_closed_form"])
         if row["one_load"]:  # with several loads of the base, its drift refuses some too
@@ -582,8 +660,11 @@ def test_more_prompts_and_boots_find_smaller_effects():
 
 def test_the_closed_form_knows_how_well_the_boot_spread_is_known():
     def half(df):
-        return math.log1p(verdict.power(verdict.Plan(prompt_sd=0, request_sd=0, pass_sd=0, variant_boots=2,
-                                                     known=verdict.BootSpread(0.045, df)))["interval"])
+        return math.log1p(
+            verdict.power(
+                verdict.Plan(prompt_sd=0, request_sd=0, pass_sd=0, variant_boots=2, known=verdict.BootSpread(0.045, df))
+            )["interval"]
+        )
 
     assert half(1000) == pytest.approx(1.96 * 0.045, rel=0.01)
     assert half(3) == pytest.approx(2.571 * 0.045, rel=0.01)  # Student's t with 3 + 2 degrees of freedom

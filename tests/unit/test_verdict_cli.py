@@ -19,14 +19,28 @@ def line_of(arm, boot, repeat, prompt, gain=1.0):
     tokens = 100
     wiggle = 1 + 0.002 * ((7 * prompt + 3 * repeat + boot) % 5)
     decode = 0.01 * (1 + prompt / 100) * wiggle / gain * (tokens - 1)
-    return {"arm": arm, "variant": {"A": "base", "B": "ngram"}[arm], "boot": boot, "repeat": repeat,
-            "prompt_id": prompt, "class": "code_edit" if prompt % 2 else "summary", "ttft_s": 0.1,
-            "decode_s": decode, "e2e_s": 0.1 + decode, "output_tokens": tokens, "finish_reason": "stop"}
+    return {
+        "arm": arm,
+        "variant": {"A": "base", "B": "ngram"}[arm],
+        "boot": boot,
+        "repeat": repeat,
+        "prompt_id": prompt,
+        "class": "code_edit" if prompt % 2 else "summary",
+        "ttft_s": 0.1,
+        "decode_s": decode,
+        "e2e_s": 0.1 + decode,
+        "output_tokens": tokens,
+        "finish_reason": "stop",
+    }
 
 
 def lines_of(gain=1.5):
-    return [line_of(arm, boot, repeat, prompt, gain if arm == "B" else 1.0)
-            for boot, arm in enumerate("ABA") for repeat in range(2) for prompt in range(20)]
+    return [
+        line_of(arm, boot, repeat, prompt, gain if arm == "B" else 1.0)
+        for boot, arm in enumerate("ABA")
+        for repeat in range(2)
+        for prompt in range(20)
+    ]
 
 
 def write(folder, lines):
@@ -39,13 +53,16 @@ def call(*arguments):
     return verdict.main([*arguments])
 
 
-@pytest.mark.parametrize(("gain", "options", "code", "word"), [
-    (1.5, (), 0, "faster"),
-    (0.5, (), 1, "slower"),
-    (1.0, ("--boot-sd", "0", "--boot-loads", "9"), 1, "equivalent"),
-    (1.1, (), 1, "undecided"),
-    (1.5, ("--base", "B"), 1, "slower"),
-])
+@pytest.mark.parametrize(
+    ("gain", "options", "code", "word"),
+    [
+        (1.5, (), 0, "faster"),
+        (0.5, (), 1, "slower"),
+        (1.0, ("--boot-sd", "0", "--boot-loads", "9"), 1, "equivalent"),
+        (1.1, (), 1, "undecided"),
+        (1.5, ("--base", "B"), 1, "slower"),
+    ],
+)
 def test_exit_code_and_first_line(tmp_path, capsys, gain, options, code, word):
     assert call(write(tmp_path, lines_of(gain)), "--draws", "500", *options) == code
     assert word in capsys.readouterr().out.splitlines()[0]
@@ -123,24 +140,27 @@ def test_bad_line_is_named_once(tmp_path, capsys, change, said):
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["RUN", "--base", "Z"], "--base: found 'Z', expected an arm of"),
-    (["RUN", "--weights", "summary=1"], "expected the classes of"),
-    (["RUN", "--weights", "summary=1,code_edit=x"], "found 'code_edit=x'"),
-    (["RUN", "--weights", "summary=0,code_edit=0"], "found only zeros"),
-    (["RUN", "--boot-sd", "0.02"], "--boot-sd: found without --boot-loads"),
-    (["RUN", "--draws", "5"], "fewer than 100 --draws"),
-    (["RUN", "--plan", "prompts=72"], "found 2 of RUN.jsonl, --plan and --check-prompts"),
-    ([], "found 0 of RUN.jsonl"),
-    (["/nowhere/run.jsonl"], "/nowhere/run.jsonl: cannot be read"),
-    (["--plan", "prompts"], "found 'prompts', expected NAME=NUMBER"),
-    (["--plan", "colour=3"], "found 'colour=3'"),
-    (["--plan", "boots=2"], "found 'boots=2'"),
-    (["--plan", "prompts=many"], "expected a number for prompts"),
-    (["--plan", "prompts=8"], "found prompts=8 repeats=3, expected at least 16 prompts"),
-    (["--plan", "boots=0,1"], "expected 1 or more"),
-    (["--plan", "prompt_sd=nan"], "expected 0 or more"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["RUN", "--base", "Z"], "--base: found 'Z', expected an arm of"),
+        (["RUN", "--weights", "summary=1"], "expected the classes of"),
+        (["RUN", "--weights", "summary=1,code_edit=x"], "found 'code_edit=x'"),
+        (["RUN", "--weights", "summary=0,code_edit=0"], "found only zeros"),
+        (["RUN", "--boot-sd", "0.02"], "--boot-sd: found without --boot-loads"),
+        (["RUN", "--draws", "5"], "fewer than 100 --draws"),
+        (["RUN", "--plan", "prompts=72"], "found 2 of RUN.jsonl, --plan and --check-prompts"),
+        ([], "found 0 of RUN.jsonl"),
+        (["/nowhere/run.jsonl"], "/nowhere/run.jsonl: cannot be read"),
+        (["--plan", "prompts"], "found 'prompts', expected NAME=NUMBER"),
+        (["--plan", "colour=3"], "found 'colour=3'"),
+        (["--plan", "boots=2"], "found 'boots=2'"),
+        (["--plan", "prompts=many"], "expected a number for prompts"),
+        (["--plan", "prompts=8"], "found prompts=8 repeats=3, expected at least 16 prompts"),
+        (["--plan", "boots=0,1"], "expected 1 or more"),
+        (["--plan", "prompt_sd=nan"], "expected 0 or more"),
+    ],
+)
 def test_bad_call(tmp_path, capsys, arguments, said):
     path = write(tmp_path, lines_of())
     assert call(*(path if argument == "RUN" else argument for argument in arguments)) == 2
@@ -171,16 +191,23 @@ def test_check_prompts(tmp_path, capsys):
 
 
 def test_prompts_beside_a_run_are_looked_at(tmp_path, capsys):
-    lines = [{**line, "prompt_id": f"code_edit-{line['prompt_id'] + 1:02d}"} for line in lines_of()
-             if line["prompt_id"] < 12]
+    lines = [
+        {**line, "prompt_id": f"code_edit-{line['prompt_id'] + 1:02d}"} for line in lines_of() if line["prompt_id"] < 12
+    ]
     call(write(tmp_path, lines), "--draws", "200", "--prompts", str(PROMPTS))
     assert "ok    synthetic_text: prompts read like written text" in capsys.readouterr().out
 
 
 def test_as_a_program_from_standard_input(tmp_path):
     with open(write(tmp_path, lines_of()), "rb") as stream:
-        done = subprocess.run([sys.executable, str(ROOT / "scripts" / "verdict.py"), "-", "--draws", "200"],
-                              stdin=stream, capture_output=True, text=True, cwd=tmp_path, check=False)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "verdict.py"), "-", "--draws", "200"],
+            stdin=stream,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            check=False,
+        )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("B (ngram) is faster than A (base): 1.5")
 

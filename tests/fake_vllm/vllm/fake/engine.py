@@ -24,7 +24,7 @@ from vllm.fake import log
 from vllm.fake.knobs import Knobs
 from vllm.fake.title import set_title
 
-SHM = Path("/dev/shm")  # noqa: S108 - this is where the real engine's segments are
+SHM = Path("/dev/shm")
 ORPHAN_LIMIT_S = 900  # orphans of a test that was interrupted end by themselves
 MIB = 1 << 20
 

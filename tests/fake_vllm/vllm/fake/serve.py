@@ -69,7 +69,7 @@ class Launch:
 
     def __init__(self, args: argparse.Namespace, knobs: knob_file.Knobs):
         self.args, self.knobs = args, knobs
-        self.host = args.host or "0.0.0.0"  # noqa: S104 - the real default
+        self.host = args.host or "0.0.0.0"
         names = args.served_model_name or [args.model]
         self.served = [knobs.wrong_served_name] if knobs.wrong_served_name else list(names)
         self.teller = Teller(args, names[0], self.host)

@@ -786,7 +786,7 @@ def needed(found: Estimate, d: float, prompts: int, base_boots: int, variant_boo
         (" or ".join(ways) + f" needed, if the speed-up stays at {math.exp(found.value):.3f}x")
         if ways
         else (
-            f"no affordable number of prompts or boots decides it: at {math.exp(found.value):.3f}x it lies on the border"
+            f"no affordable number of prompts or boots decides: at {math.exp(found.value):.3f}x it lies on the border"
         )
     )
     return {"prompts": None if alone is None else max(alone, 1), "boots": boots, "both": both, "said": said}

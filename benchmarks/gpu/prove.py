@@ -420,8 +420,9 @@ def stage_warm(proof: Proof) -> JsonDict:
             result["serving"] = _serving(proof, service, "warm")
             core = service.engine_core()
             proof.expect_true("warm: an engine core is found", core is not None, service.members)
-            result["stop"] = _stopped(proof, service, sampler, signal.SIGKILL, core or service.process.pid, idle)
-            proof.expect("warm: exit code after kill -9 of the core", result["stop"]["exit_code"], 70)
+            if core is not None:
+                result["stop"] = _stopped(proof, service, sampler, signal.SIGKILL, core, idle)
+                proof.expect("warm: exit code after kill -9 of the core", result["stop"]["exit_code"], 70)
         result.update(service.summary())
         service.close()
     result["time_left"] = _left_error(result)

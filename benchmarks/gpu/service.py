@@ -145,7 +145,7 @@ class Service:
         self.exit_code: int | None = None
         self.exited_at: float | None = None
         self.members: dict[int, str] = {}
-        self.notified = Notified(bed.root / "notify.sock", self.started)
+        self.notified = Notified(bed.root / f"notify-{variant['name']}.sock", self.started)
         environment = {
             **bed.environment(),
             **variant["env"],
@@ -237,10 +237,13 @@ class Service:
         return False
 
     def engine_core(self) -> int | None:
-        """The pid of the engine core, by the title that it gives itself."""
-        for pid in processes.descendants(self.process.pid):
-            if "EngineCore" in command_of(pid) or "VLLM::Engine" in command_of(pid):
-                return pid
+        """The pid of the engine core: by the title that it gives itself, or, where it gives none, as the process that
+        the API server spawned."""
+        found = {pid: command_of(pid) for pid in processes.descendants(self.process.pid)}
+        for word in ("EngineCore", "spawn_main"):
+            for pid, command in found.items():
+                if word in command:
+                    return pid
         return None
 
     # --- ending ----------------------------------------------------------------------------------------------------

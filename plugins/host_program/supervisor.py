@@ -213,7 +213,8 @@ class Supervisor:
             return
         fatal = self.scanner.fatal()
         if fatal is not None and self.state == "loading":
-            self.failure = dict(fatal, what="the engine said so")
+            when = "at its first completion" if self.probe or self.probe_error else "during the load"
+            self.failure = dict(fatal, what=f"the engine failed {when}, by its own log")
             self._end(now)
             return
         if self.state == "loading":
@@ -394,11 +395,16 @@ class Supervisor:
                 self.failure["class"] = found["class"]
         if self.exit_code is not None:
             return self.exit_code
-        if self.ready_after_s is None and self.failure.get("class") in ("config", "model"):
+        if self.ready_after_s is None and self.failure.get("class") in ("config", "model") and self._recognised():
             return RETRY_IS_USELESS
         if returncode == 0:
             return UNASKED_EXIT_0
         return returncode if returncode > 0 else 128 - returncode
+
+    def _recognised(self) -> bool:
+        """Whether the failure's signature names a cause; the class of anything else is a guess."""
+        named = (self.failure or {}).get("signature")
+        return any(known.id == named and known.role == "cause" for known in self.signatures.all)
 
     # --- telling ---------------------------------------------------------------------------------------------------
 

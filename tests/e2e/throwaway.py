@@ -251,7 +251,12 @@ class Host:
         return self.await_swap(self.ask(variant), limit_s)
 
     def ask(self, variant: str) -> str:
-        """Ask for a swap to a staged variant; returns the swap's id at once."""
+        """Ask for a swap to a staged variant, once the unit of the swap before has ended; returns the swap's id."""
+        until(
+            lambda: self.show("swapgate-swap.service", "ActiveState")["ActiveState"] in ("inactive", "failed"),
+            150,
+            "the end of the swap of the test before",
+        )
         return str(self.swapgate("ask", self.releases[variant], "--by", "e2e")["id"])
 
     def await_swap(self, swap_id: str, limit_s: float = 90) -> dict[str, Any]:
@@ -296,11 +301,6 @@ class Host:
 
     def ensure_serving(self, variant: str) -> None:
         """Have that variant serve, without caring what came before; the cheap way between two tests."""
-        until(
-            lambda: self.show("swapgate-swap.service", "ActiveState")["ActiveState"] in ("inactive", "failed"),
-            150,
-            "the end of the swap of the test before",
-        )
         swap = self.swap(variant)
         if swap["outcome"] not in ("swapped", "unchanged"):
             raise HostError(f"'{variant}' cannot be brought back for the next test: {json.dumps(swap, indent=1)}")

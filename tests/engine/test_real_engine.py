@@ -90,7 +90,7 @@ def test_a_load_that_dies_is_explained_and_rolled_back(ngram):
 
 def test_a_killed_worker_is_a_failure_and_the_unit_comes_back(ngram):
     before = ngram.pid(NGRAM)
-    ngram.sh("kill -9 $(pgrep -f VLLM::Worker)")
+    ngram.sh("pkill -9 -x VLLM::Worker")
     until(lambda: ngram.show(NGRAM, "NRestarts")["NRestarts"] == "1", 60, "the restart of the unit")
     until(lambda: ngram.show(NGRAM, "ActiveState")["ActiveState"] == "active", 180, "the unit to serve again")
     assert ngram.pid(NGRAM) != before

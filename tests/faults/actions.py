@@ -21,6 +21,7 @@ small-state | fill-state      lay a tmpfs under the state folder; shrink it to w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -112,7 +113,8 @@ class Stage:
         now = self.host.swap().get("phase")
         if not held or now != self.phase:
             for pid in held:
-                os.kill(pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
             raise Missed(f"phase {self.phase} was over, now {now}")
         return held
 
@@ -134,7 +136,8 @@ def _kill_swap(stage: Stage, _words: str) -> float:
     held = stage.freeze()
     moment = time.monotonic()
     for pid in held:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a child of it that was just being forked
+            os.kill(pid, signal.SIGKILL)
     return moment
 
 

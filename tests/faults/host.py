@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,13 @@ class Host:
         """Boot it again and wait for the end of its start-up."""
         sandbox.end_control_masters(self.box)
         sandbox.remove_cgroups(self.box)
-        sandbox.boot(self.box)
+        words = [sys.executable, str(REPO / "scripts/sandbox.py"), "up", self.name]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise HostError(
+                f"{self.name} does not boot again: {' '.join(words)} ended with {done.returncode}: {done.stderr}"
+            )
+        self.box = sandbox.load_sandbox(self.name)
 
     def begin_reboot(self) -> tuple[float, str]:
         """Ask its init for an orderly reboot at once; returns the moment and the boot id before it."""

@@ -20,7 +20,8 @@ Not here: what needs several hosts or nodes (rows 38, 39, 42 and 43 of the refer
 the wall clock of the whole host, which a throwaway host shares with the machine.
 """
 RESULT = (
-    "{rows} rows, {missed} of them not as expected, {false_ready} false readies, the cause named in {cause_named}.\n"
+    "{rows} rows, {missed} of them not as expected, {false_ready} false readies, "
+    "the cause named in {cause_named} of the {cause_asked} that have one.\n"
     "Noticed after {noticed_median_s} s (median), {noticed_most_s} s at most. Answered after {answered_median_s} s\n"
     "(median), {answered_most_s} s at most. {minutes} minutes in all."
 )
@@ -50,7 +51,8 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "noticed_most_s": max(noticed, default=None),
         "answered_median_s": round(statistics.median(answered), 1) if answered else None,
         "answered_most_s": max(answered, default=None),
-        "cause_named": sum(one.cause_named for one in results),
+        "cause_named": sum(one.cause_named is True for one in results),
+        "cause_asked": sum(one.cause_named is not None for one in results),
     }
 
 

@@ -25,6 +25,8 @@ TARGET_PHASES = ("install", "free", "start", "watch", "probe", "soak", "commit")
 READY_PHASES = ("soak", "commit")
 GONE_S = 5.0
 LOOK_EVERY_S = 0.1
+# Answers further apart than this are an interruption, not a busy machine.
+SILENCE_S = 0.7
 # The event of the supervisor saying that the load failed; the roll back begins when the engine has been ended.
 NOTICED = "load failed"
 
@@ -42,7 +44,8 @@ class Result:
     noticed_s: float | None = None
     answered_s: float | None = None
     cause: str = ""
-    cause_named: bool = False
+    # None for a row that ends well: it has no cause to name.
+    cause_named: bool | None = None
     false_ready: bool = False
     misses: list[str] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
@@ -223,20 +226,10 @@ def _moment(row: Row, follower: Follower, asked: float, seen: dict[str, Any]) ->
     return asked
 
 
-def _outcome(
-    row: Row, swap: dict[str, Any], asker: subprocess.Popen[str] | None, misses: list[str], answered: bool
-) -> tuple[str, str]:
+def _outcome(row: Row, swap: dict[str, Any], asker: subprocess.Popen[str] | None, answered: bool) -> tuple[str, str]:
     """(outcome, all that is said about its cause)."""
     if not row.target:
-        return (
-            "unchanged"
-            if not misses and not row.at and not row.before
-            else "recovered"
-            if not misses and answered
-            else "failed"
-            if not answered
-            else "unchanged"
-        ), ""
+        return "recovered" if answered else "failed", ""
     if swap.get("outcome"):
         # Without the lines around: the record must say it, not merely quote a page in which it stands.
         causes = {key: swap.get(key) or {} for key in ("cause", "rollback_cause")}
@@ -314,16 +307,18 @@ def _judge(
     result.misses += end_misses
     result.said = [text.strip()[-600:] for text in stage.said]
     answered = stage.host.complete() is not None
-    result.outcome, told = _outcome(row, swap, stage.asker, end_misses, answered)
+    result.outcome, told = _outcome(row, swap, stage.asker, answered)
     if not row.target:
         told = json.dumps({"problem": seen.get("status", {}).get("problem"), "restarts": seen.get("restarts")})
     cause = swap.get("cause") or {}
-    result.cause = str(cause.get("root_cause") or cause.get("what") or told)[:300]
+    door = told if result.outcome == "refused" and not cause else seen.get("status", {}).get("problem")
+    result.cause = str(cause.get("root_cause") or cause.get("what") or door or "")[:300]
     result.phases = [name for _, name in follower.events]
     if result.outcome not in row.expect:
         result.misses.insert(0, f"outcome {result.outcome}, expected {result.expected}; told: {told[:600]}")
-    result.cause_named = bool(re.search(row.cause, told, re.IGNORECASE | re.DOTALL))
-    if not result.cause_named:
+    if row.cause:
+        result.cause_named = bool(re.search(row.cause, told, re.IGNORECASE | re.DOTALL))
+    if result.cause_named is False:
         result.misses.append(f"the cause does not name the fault: expected /{row.cause}/ in {told[:600]}")
     if row.says and not re.search(row.says, "\n".join(stage.said), re.IGNORECASE | re.DOTALL):
         result.misses.append(f"expected /{row.says}/ in what the actions said: {stage.said}")
@@ -341,16 +336,20 @@ def _judge(
     noticed = next((when for when in sorted(ends) if when >= moment - 0.6), None)
     if noticed is not None and result.outcome != "swapped":
         result.noticed_s = round(max(0.0, noticed - moment), 1)
-    again = [when for when in client.good if when > moment]
     power = any(action in ("power-cut", "reboot") for actions in row.at.values() for action in actions)
-    stopped = follower.began("stop") is not None or not row.target or power
-    if stopped and row.serves and result.outcome not in ("swapped", "unchanged"):
-        back = follower.began("rollback-start") or moment
-        again = [when for when in again if when >= back]
-        if again:
-            result.answered_s = round(again[0] - moment, 1)
-    elif row.serves == "baseline" and not stopped:
-        result.answered_s = 0.0
+    if row.serves and result.outcome not in ("swapped", "unchanged"):
+        stopped = follower.began("stop") is not None or not row.target or power
+        result.answered_s = _gap_end(moment, client.good) if stopped else 0.0
+
+
+def _gap_end(moment: float, good: list[float]) -> float | None:
+    """Seconds from a moment to the first answer after the longest silence since then; None when none came."""
+    times = [moment, *[when for when in good if when > moment]]
+    gaps = [(later - earlier, later) for earlier, later in zip(times, times[1:], strict=False)]
+    if not gaps:
+        return None
+    longest, end = max(gaps)
+    return round(end - moment, 1) if longest > SILENCE_S else 0.0
 
 
 def run(bed: beds.Bed, row: Row) -> Result:

@@ -46,6 +46,7 @@ def test_a_wrong_expectation_is_a_miss(bed: Bed) -> None:
     row = Row("judge", "nothing", ("refused",), "no such cause", target="baseline")
     result: Result = runner.run(bed, row)
     assert result.outcome == "unchanged"
+    assert result.cause_named is False
     assert len(result.misses) == 2
 
 

@@ -252,7 +252,10 @@ class Service:
         """Send a signal to ``pid``, watch how the service goes; times in seconds since the signal."""
         self.look()
         sent = time.monotonic()
-        os.kill(pid, number)
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return {"signal": number.name, "error": f"pid {pid} was gone already", "exit_code": self.process.poll()}
         last_answer = first_refusal = None
         members_gone: float | None = None
         while time.monotonic() - sent < limit_s:
@@ -311,8 +314,11 @@ class Service:
         }
 
     def close(self) -> None:
-        """End whatever is left, and the socket."""
+        """End whatever is left, an engine without its supervisor too, and the socket."""
         if self.process.poll() is None:
             self.wait_exit(0.1)
+        for pid, command in self.members.items():
+            if alive(pid) and command and command_of(pid) == command:
+                os.kill(pid, signal.SIGKILL)
         self.notified.close()
         self.running.remove(self)

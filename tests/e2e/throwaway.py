@@ -74,6 +74,7 @@ class Command:
     """A command under way, its output gathered with times."""
 
     def __init__(self, argv: list[str], environment: Mapping[str, str] | None = None) -> None:
+        self.argv = argv
         self.started = time.monotonic()
         self.lines: list[tuple[float, str]] = []
         self.process = subprocess.Popen(
@@ -115,7 +116,7 @@ class Command:
             os.killpg(self.process.pid, signal.SIGKILL)
             self._reader.join(10)
             raise HostError(
-                f"{self.process.args}: no end after {limit_s:.0f} s; it printed:\n"
+                f"{self.argv}: no end after {limit_s:.0f} s; it printed:\n"
                 + "\n".join(line for _, line in self.lines)[-3000:]
             ) from error
         self._reader.join(10)

@@ -66,6 +66,7 @@ class View:
         self.rows: dict[str, list[str]] = {}
         self.results: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
+        self.planned: set[str] = set()
 
     def table(self) -> Table:
         """The current state as a table."""
@@ -101,6 +102,7 @@ class View:
                 told = (data.get("res") or {}).get("msg", "")
                 for said in told if isinstance(told, list) else [told]:
                     self.console.print(str(said), highlight=False, markup=False, soft_wrap=True)
+                self.planned.add(host)
             self._result(host, kind, data.get("res") or {}, bool(data.get("ignore_errors")))
 
     def _result(self, host: str, kind: str, result: dict[str, Any], ignored: bool) -> None:
@@ -194,6 +196,9 @@ def main(argv: list[str] | None = None) -> int:
     if status == "canceled":
         console.print("interrupted; a swap that had begun goes on: run the same command again to look at it")
         return INTERRUPTED
+    if status == "successful":
+        for host in view.planned - set(view.results):
+            view.results[host] = {"outcome": "planned"}
     for host, result in sorted(view.results.items()):
         console.print(f"{host}: {result['outcome']}", highlight=False)
     for host, message in sorted(view.failures.items()):

@@ -92,6 +92,8 @@ def _is_csv(text: str, lines: list[str]) -> bool:
     """Whether nearly all lines are rows or words of nvidia-smi, and none is a line of a log."""
     if any(log_text.parse(line).level or log_text.parse(line).tag or "Error: " in line for line in lines):
         return False
+    if nvidia_smi.is_header(lines[0]) or re.match(r"\d+, GPU-[0-9a-f]{8}-", lines[0]):
+        return True
     report = nvidia_smi.parse_csv(text)
     rows = len(report["gpus"]) + len(report["processes"])
     notices = [notice for notice in report["notices"] if notice["state"] in _SMI_WORDS]

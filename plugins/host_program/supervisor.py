@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..module_utils import diagnosis, load_watch, metrics, phases, processes, records
+from ..module_utils import diagnosis, load_watch, metrics, phases, processes, progress, records
 from ..module_utils.signatures import Signatures
 from . import engine_api, systemd
 
@@ -52,8 +52,8 @@ TAIL_LINES = 4000
 LOADING_TERM_AGAIN_S = 3.0
 TERM_AGAIN_S = 10.0
 KILL_AFTER_S = 10.0
-# What the engine needs beyond its own drain limit before it counts as hung.
-TEARDOWN_S = 10.0
+# After its drain limit the engine ends its own core, but its server then waits for the last connection for ever.
+TEARDOWN_S = 6.0
 PROBE_LIMIT_S = 60.0
 # A server that listens has loaded; when its completions fail this often and this long, more of them will not help.
 PROBE_FAILURES = 5
@@ -330,13 +330,14 @@ class Supervisor:
         self._tell(now)
 
     def _press(self, now: float) -> None:
-        """TERM, TERM again, KILL: each when the one before had its time, and not before the drain had its."""
+        """TERM and KILL, with a second TERM where it helps; a served engine gets its whole drain before the KILL."""
         assert self.child is not None
-        again = LOADING_TERM_AGAIN_S
-        if self.ready_after_s is not None:
-            again = TERM_AGAIN_S if self.failure else float(self.variant["drain_timeout_s"]) + TEARDOWN_S
+        if self.ready_after_s is not None and self.failure is None:
+            due = [(0.0, signal.SIGTERM), (float(self.variant["drain_timeout_s"]) + TEARDOWN_S, signal.SIGKILL)]
+        else:
+            again = LOADING_TERM_AGAIN_S if self.ready_after_s is None else TERM_AGAIN_S
+            due = [(0.0, signal.SIGTERM), (again, signal.SIGTERM), (again + KILL_AFTER_S, signal.SIGKILL)]
         waited = now - (self.stop_asked or now)
-        due = [(0.0, signal.SIGTERM), (again, signal.SIGTERM), (again + KILL_AFTER_S, signal.SIGKILL)]
         if self.signals_sent < len(due) and waited >= due[self.signals_sent][0]:
             number = due[self.signals_sent][1]
             self.signals_sent += 1
@@ -385,14 +386,16 @@ class Supervisor:
             return self.exit_code or 1
         found = diagnosis.diagnose(list(self.tail), self.signatures)
         if self.failure is None:
-            told = f"with status {returncode}" if returncode >= 0 else f"of signal {-returncode}"
+            how = f"with status {returncode}" if returncode >= 0 else f"of signal {-returncode}"
             when = "after it served" if self.ready_after_s is not None else "during the load"
-            self.failure = {"what": f"the engine ended {told} {when}"}
-        if found["verdict"] == "fatal" or not self.failure.get("root_cause"):
-            known = {key: found.get(key) for key in ("root_cause", "signature", "remedy", "context", "phase")}
-            self.failure.update({key: value for key, value in known.items() if value})
-            if found.get("class") and self.failure.get("class") in (None, "unknown"):
-                self.failure["class"] = found["class"]
+            self.failure = {"what": f"the engine ended {how} {when}"}
+        # Where the log shows no failure, only its end is worth telling: the cause is ours.
+        telling = ("root_cause", "signature", "remedy") if found["verdict"] == "fatal" else ()
+        self.failure.update({key: found[key] for key in (*telling, "context", "phase") if found.get(key)})
+        if found.get("class") and self.failure.get("class") in (None, "unknown"):
+            # What served was configured well enough: then only a recognised cause may say otherwise.
+            guessed = self.ready_after_s is not None and not self._recognised()
+            self.failure["class"] = "unknown" if guessed else found["class"]
         if self.exit_code is not None:
             return self.exit_code
         if self.ready_after_s is None and self.failure.get("class") in ("config", "model") and self._recognised():
@@ -432,13 +435,12 @@ class Supervisor:
                 self.tail_at = now
                 records.write_atomic(self.folder / "tail.log", "\n".join(self.tail) + "\n")
         if self.state == "loading":
-            left = snapshot["remaining_s"]
             status = "loading {}: {} {:.0f} %, {:.0f} s elapsed, {}".format(
                 self.variant["name"],
                 snapshot["phase"],
                 snapshot["percent"],
                 snapshot["elapsed_s"],
-                f"about {left:.0f} s left" if left is not None else "time left not known",
+                progress.time_left(snapshot),
             )
             # Only a load that moves gets more time, and never after a stop was asked: the same message would
             # stretch the stop limit too.

@@ -155,6 +155,8 @@ class Swap:
     def _running_requests(self, before: float | None) -> float | None:
         """Requests running or waiting on whatever serves; ``before`` when nobody answers any more."""
         for variant in managed_variants(self.layout):
+            if all(holder.unit != variant["unit"] for holder in processes.port_holders(variant["port"])):
+                continue
             with contextlib.suppress(engine_api.EngineError):
                 load = metrics.load(engine_api.samples(variant["bind"], variant["port"], limit_s=1.0))
                 return (load["running"] or 0.0) + (load["waiting"] or 0.0)

@@ -23,6 +23,8 @@ JsonDict = dict[str, Any]
 SWAP_UNIT = "swapgate-swap.service"
 LOCK_LIMIT_S = 20.0
 LOCK_POLL_S = 0.2
+# A oneshot unit is activating while it runs.
+UNDER_WAY = ("activating", "deactivating")
 
 
 class Busy(Exception):
@@ -56,16 +58,28 @@ def unfinished(state: JsonDict) -> bool:
     return bool(state["swap"]) and state["swap"]["outcome"] is None
 
 
+def _let_it_end(layout: records.Layout) -> None:
+    """A swap whose outcome is written may still be leaving: wait until its unit is gone, or a new one has begun."""
+    deadline = time.monotonic() + LOCK_LIMIT_S
+    while time.monotonic() < deadline:
+        request, swap = records.read_if_there(layout.request), records.read_state(layout)["swap"]
+        ended = bool(swap and request and swap["id"] == request["id"] and swap["outcome"])
+        if not ended or systemd.show(SWAP_UNIT, "ActiveState")["ActiveState"] not in UNDER_WAY:
+            return
+        time.sleep(LOCK_POLL_S)
+
+
 def ask(layout: records.Layout, release: str, owner: str, confirm_within_s: float = 0.0) -> JsonDict:
     """Ask for a swap to a staged release and return at once: {"id", "attached": bool}.
 
     The same release as that of the running swap attaches to it; another one is Busy.
     """
+    _let_it_end(layout)
     try:
         with locked(layout, owner):
             records.read_state(layout)
             variant = preflight.load_release(layout, release)
-            if systemd.show(SWAP_UNIT, "ActiveState")["ActiveState"] in ("activating", "deactivating"):
+            if systemd.show(SWAP_UNIT, "ActiveState")["ActiveState"] in UNDER_WAY:
                 raise Busy("a swap was asked for a moment ago")
             request = {
                 "id": uuid.uuid4().hex[:12],

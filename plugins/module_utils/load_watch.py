@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 from .log_text import Line, parse, split_lines
@@ -51,6 +51,9 @@ STALL_LIMITS_S: dict[str, float] = {
     API: 300.0,
     READY: float("inf"),
 }
+
+# Loads of a history that the time left is reckoned from.
+RECENT_LOADS = 3
 
 # What `activity(what)` is worth in a phase. "strong" counts like a new line; "weak" stretches the limit by
 # WEAK_FACTOR and no more, since a spinning wait looks the same; what is not listed counts for nothing.
@@ -345,7 +348,10 @@ def merge_history(history: Mapping[str, Any] | None, record: Mapping[str, Any]) 
 
 
 def typical_load(history: Mapping[str, Any] | None) -> dict[str, float]:
-    """Median seconds of each phase over a history (or over one record); {} where it holds nothing usable.
+    """Seconds of each phase in a usual load, from a history (or one record); {} where it holds nothing usable.
+
+    The lower median of the last three: a cold first load, which compiles for minutes, must not double the time left of
+    the second one.
 
     A history file is read after crashes and by other releases, so whatever is not a number of seconds is skipped.
     """
@@ -355,7 +361,7 @@ def typical_load(history: Mapping[str, Any] | None) -> dict[str, float]:
     if not isinstance(loads, (list, tuple)):
         return {}
     seen: dict[str, list[float]] = {}
-    for load in loads:
+    for load in loads[-RECENT_LOADS:]:
         phases = load.get("phases") if isinstance(load, Mapping) else None
         if not isinstance(phases, Mapping):
             continue
@@ -363,7 +369,7 @@ def typical_load(history: Mapping[str, Any] | None) -> dict[str, float]:
             seconds = phases.get(name)
             if isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 <= seconds < _LONGEST_S:
                 seen.setdefault(name, []).append(float(seconds))
-    return {name: median(values) for name, values in seen.items()}
+    return {name: median_low(values) for name, values in seen.items()}
 
 
 # What an engine says when it serves something else than it was asked for. Patterns over the message; group 1 and 2

@@ -205,6 +205,11 @@ def _header(cells: Sequence[str]) -> list[str] | None:
     return fields if known and known * 2 >= len(fields) else None
 
 
+def is_header(line: str) -> bool:
+    """Whether a line is the header of a query's csv."""
+    return _header(_cells(line)) is not None
+
+
 def _notice(line: str) -> dict[str, str] | None:
     for pattern, state, weight, remedy in _NOTICES:
         if pattern.search(line):

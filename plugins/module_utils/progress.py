@@ -19,6 +19,17 @@ def seconds(value: float) -> str:
     return f"{whole // 60} min {whole % 60:02d} s"
 
 
+def time_left(snapshot: Mapping[str, Any]) -> str:
+    """What is left of a load, as far as it is known, from a LoadWatch snapshot."""
+    left = snapshot["remaining_s"]
+    if left is None:
+        return "time left not known yet"
+    # A shard rate says nothing of what comes after the weights.
+    return "about {} left{}".format(
+        seconds(left), " for the weights" if snapshot["remaining_from"] == "shard rate" else ""
+    )
+
+
 def _unit_load(status: Mapping[str, Any], unit: str) -> JsonDict | None:
     for found in status["units"]:
         if found["unit"] == unit and found.get("load"):
@@ -39,11 +50,10 @@ def line(host: str, status: Mapping[str, Any], now_unix: float) -> str:
     load = _unit_load(status, target["unit"]) if phase.endswith("watch") else None
     if load:
         snapshot = load["load"]
-        left = snapshot["remaining_s"]
         words += [
             "{} {:.0f} %".format(snapshot["phase"], snapshot["percent"]),
             seconds(snapshot["elapsed_s"]) + " elapsed",
-            f"about {seconds(left)} left" if left is not None else "time left not known yet",
+            time_left(snapshot),
         ]
         if snapshot["detail"]:
             words.append(snapshot["detail"])

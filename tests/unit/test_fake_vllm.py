@@ -111,6 +111,14 @@ class Fake:
                         found[title] = int(folder.name)
         return found
 
+    def pid_of(self, title: str) -> int:
+        """The process of that title; one that was just started may not carry it yet."""
+        deadline = time.monotonic() + 5
+        while title not in self.tree():
+            assert time.monotonic() < deadline, f"no process {title}: {self.tree()}; it printed: {self.text()[-2000:]}"
+            time.sleep(0.1)
+        return self.tree()[title]
+
     def end(self) -> None:
         """Kills what is left of the group."""
         with contextlib.suppress(ProcessLookupError):
@@ -241,7 +249,7 @@ def test_speculation_changes_speed_and_metrics_but_not_the_text(start: Any) -> N
 def test_a_dead_worker_ends_the_server_with_status_0(start: Any) -> None:
     fake = start(knobs={"engine_death_exit_s": 0.4})
     fake.wait_for(READY)
-    os.kill(fake.tree()["VLLM::Worker"], signal.SIGKILL)
+    os.kill(fake.pid_of("VLLM::Worker"), signal.SIGKILL)
     fake.wait_for("EngineDeadError")
     assert fake.get("/health")[0] == 503
     assert fake.status() == 0
@@ -251,7 +259,7 @@ def test_a_dead_worker_ends_the_server_with_status_0(start: Any) -> None:
 def test_a_stopped_worker_hangs_completions_while_health_is_200(start: Any) -> None:
     fake = start()
     fake.wait_for(READY)
-    worker = fake.tree()["VLLM::Worker"]
+    worker = fake.pid_of("VLLM::Worker")
     os.kill(worker, signal.SIGSTOP)
     with pytest.raises(TimeoutError):
         fake.get("/v1/completions", {"prompt": "x", "max_tokens": 2}, timeout=0.5)

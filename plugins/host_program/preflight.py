@@ -24,13 +24,22 @@ from ..module_utils import model_manifest, processes, records, units, versions
 from . import gpus, systemd
 
 ENGINE_CHECK_LIMIT_S = 600.0
+LOOK_LIMIT_S = 60.0
 MIN_FREE_MIB = 1024
 EXCLUSION_DROPIN = "50-swapgate-exclusive.conf"
 ENGINE_MARKER = "swapgate-env.json"
 WEIGHT_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "mistral", "hf")
 
 # Whose fault a check's problem is; what is not listed is the configuration's.
-CLASSES = {"model": "model", "host": "host", "port": "host", "disk": "host", "engine": "host", "enabled": "host"}
+CLASSES = {
+    "model": "model",
+    "host": "host",
+    "port": "host",
+    "disk": "host",
+    "engine": "host",
+    "enabled": "host",
+    "readable": "host",
+}
 
 JsonDict = dict[str, Any]
 
@@ -154,6 +163,51 @@ def _model(variant: JsonDict, layout: records.Layout) -> list[str]:
             )
         )
     return problems
+
+
+def _readable(variant: JsonDict, account: dict[str, Any]) -> list[str]:
+    """Whether the service user gets at the model and at the interpreter: cheap, so never taken from an earlier report."""
+    path = variant["model"]["path"]
+    seen = _as_service_user(["find", "-L", path, "!", "-readable", "-print", "-quit"], account)
+    if seen.returncode != 0 or seen.stdout.strip():
+        what = (seen.stdout.strip() or seen.stderr.strip()).splitlines()[-1]
+        return [f"the service user cannot read the model: {what}. Give it the right: files 0644, folders 0755."]
+    python = variant["engine"]["venv"] + "/bin/python"
+    started = _as_service_user([python, "-c", ""], account)
+    if started.returncode != 0:
+        code = started.returncode
+        how = f"ended of signal {-code}" if code < 0 else f"ended with status {code}"
+        said = (started.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+        return [f"{python} {how} for the service user: {said}. Remove the virtualenv and run the deploy again."]
+    return []
+
+
+def _as_service_user(command: list[str], account: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            check=False,
+            text=True,
+            timeout=LOOK_LIMIT_S,
+            **account,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+def _venv_stamp(venv: str) -> list[int]:
+    """Number, size and newest change of an engine's code: whatever is changed in place makes another stamp."""
+    count = size = newest = 0
+    for folder in Path(venv).glob("lib/python*/site-packages"):
+        for place, _, names in os.walk(folder):
+            for name in names:
+                if name.endswith((".py", ".so")):
+                    seen = os.stat(os.path.join(place, name))
+                    count, size, newest = count + 1, size + seen.st_size, max(newest, seen.st_mtime_ns)
+    return [count, size, newest]
 
 
 def _gpus(variant: JsonDict) -> list[str]:
@@ -292,8 +346,11 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
     collect("enabled", _enabled(managed))
     collect("unit", _unit_file(layout, release, variant))
     if not report["problems"]:
+        collect("readable", _readable(variant, service_account(variant, layout, release)))
+    if not report["problems"]:
         on_step("engine")
-        asked = [rules_digest(), variant["engine"], variant["argv"], variant["env"], identity(variant, layout)]
+        stamp = _venv_stamp(variant["engine"]["venv"])
+        asked = [rules_digest(), stamp, variant["engine"], variant["argv"], variant["env"], identity(variant, layout)]
         key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
         kept = layout.preflights / (key + ".json")
         answer = records.read_if_there(kept)

@@ -68,6 +68,7 @@ def status(swap_=None, units=(), **over):
 def loading(phase="weights", percent=37.4, elapsed=75.0, left=61.0, detail=""):
     """A load.json in its load."""
     snapshot = {"phase": phase, "percent": percent, "elapsed_s": elapsed, "remaining_s": left, "detail": detail}
+    snapshot["remaining_from"] = None if left is None else "history"
     return {"load": snapshot, "ready_after_s": None, "failure": None}
 
 

@@ -166,7 +166,7 @@ def _model(variant: JsonDict, layout: records.Layout) -> list[str]:
 
 
 def _readable(variant: JsonDict, account: dict[str, Any]) -> list[str]:
-    """Whether the service user gets at the model and at the interpreter: cheap, so never taken from an earlier report."""
+    """Whether the service user gets at the model and the interpreter: cheap, so never taken from an earlier report."""
     path = variant["model"]["path"]
     seen = _as_service_user(["find", "-L", path, "!", "-readable", "-print", "-quit"], account)
     if seen.returncode != 0 or seen.stdout.strip():

@@ -764,7 +764,7 @@ LOADS = [
         "soak-exit0",
         "ready, then a worker dies in the soak and the engine exits 0",
         ("rolled_back",),
-        "died|ended|status 0|soak",
+        "died|ended|status 0|soak|gives no answer",
         "19",
         knobs=ngram(exit0_after_ready_s=0.8, engine_death_exit_s=0.3),
         moment="probe+0.8",

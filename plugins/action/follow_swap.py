@@ -12,7 +12,8 @@ from ansible.utils.display import Display
 from ansible_collections.swapgate.core.plugins.module_utils import progress
 
 POLL_S = 2.0
-TELL_S = 8.0
+# With the poll and the call over SSH this stays below ten seconds.
+TELL_S = 5.0
 NOT_BEGUN_LIMIT_S = 60.0
 UNREACHABLE_LIMIT_S = 300.0
 

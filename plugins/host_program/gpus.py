@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ..module_utils import nvidia_smi
 
 LIMIT_S = 30.0
+WATCH_S = 10.0
 # What passes by itself once the engine that serves is gone.
 PASSING = ("busy",)
 
@@ -29,6 +31,38 @@ def _ask(kind: str, fields: Sequence[str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         text = f"nvidia-smi: no answer in {LIMIT_S:.0f} s"
     return nvidia_smi.parse_csv(text)
+
+
+class MemoryWatch:
+    """Whether the memory in use on some GPUs moves, asked without waiting for the answer."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self._command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        self._command += ["--id=" + ",".join(str(index) for index in indices)]
+        self._asked: subprocess.Popen[str] | None = None
+        self._asked_at = 0.0
+        self._seen = ""
+
+    def moved(self, now_s: float) -> bool:
+        """True when an answer came that differs from the one before; a question is asked every WATCH_S at most."""
+        if self._asked is None:
+            if now_s - self._asked_at >= WATCH_S:
+                self._asked_at = now_s
+                with contextlib.suppress(OSError):
+                    self._asked = subprocess.Popen(
+                        self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                    )
+            return False
+        if self._asked.poll() is None:
+            if now_s - self._asked_at > LIMIT_S:
+                self._asked.kill()
+            return False
+        answer, _ = self._asked.communicate()
+        failed, self._asked = self._asked.returncode != 0, None
+        if failed or answer == self._seen:
+            return False
+        first, self._seen = not self._seen, answer
+        return not first
 
 
 def judge(indices: Sequence[int], busy_mib: float) -> dict[str, Any]:

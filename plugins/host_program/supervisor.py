@@ -32,7 +32,7 @@ from typing import Any
 
 from ..module_utils import diagnosis, load_watch, metrics, phases, processes, progress, records
 from ..module_utils.signatures import Signatures
-from . import engine_api, systemd
+from . import engine_api, gpus, systemd
 
 RETRY_IS_USELESS = 42
 PORT_TAKEN = 69
@@ -118,6 +118,7 @@ class Supervisor:
         self.probe_failures = 0
         self.probe_failed_at = 0.0
         self.work = processes.Work(0.0, 0)
+        self.gpu_memory = gpus.MemoryWatch(variant["gpus"]) if variant["gpus"] else None
         self.work_at = self.told_at = self.tail_at = self.fed_at = 0.0
         self.tokens: float | None = None
         self.watchdog_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
@@ -255,6 +256,8 @@ class Supervisor:
             self.watch.activity(now, "cpu")
         if work.read_bytes - self.work.read_bytes > READ_NOISE_BYTES:
             self.watch.activity(now, "disk")
+        if self.gpu_memory is not None and self.gpu_memory.moved(now):
+            self.watch.activity(now, "gpu_memory")
         self.work, self.work_at = work, now
 
     def _try_ready(self, now: float) -> None:

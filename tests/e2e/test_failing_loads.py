@@ -45,7 +45,7 @@ CASES = {
     "killed by a signal": (only_ngram(crash_at="weights", crash_signal=11), "signal 11", 10),
     "another model's name": (only_ngram(wrong_served_name="somebody-else"), "somebody-else", 10),
     "garbage for an answer": (only_ngram(completions_garbage=True), "answer", 15),
-    "dies on the first completion": (only_ngram(die_on_first_completion=True), "EngineDeadError", 15),
+    "dies on the first completion": (only_ngram(die_on_first_completion=True), "died unexpectedly", 15),
     "dies in its soak": (only_ngram(die_after_ready_s=1, exit_code=3), "soak", 15),
 }
 

@@ -1191,55 +1191,36 @@ AROUND = [
 ]
 
 
-def killed(phase: str) -> Row:
-    """The swap's main process is killed in a phase."""
-    expect = {
-        "preflight": ("refused", "recovered"),
-        "way back": ("refused", "recovered"),
-        "commit": ("recovered", "swapped"),
-    }.get(phase, ("recovered",))
-    back = phase.startswith("rollback-")
+def _cut(phase: str, verb: str, what: str, ref: str, ci: bool) -> Row:
+    """A row in which a swap ends in the middle of a phase: until the stop nothing was touched; from there it comes back."""
+    expect = ("refused",) if phase in UNTOUCHED else ("recovered", "swapped") if phase == "commit" else ("recovered",)
+    # A first token that takes a moment, so that the phases of one completion can be met at all.
+    slow = {"ttft_s": 0.3}
     return Row(
-        f"kill-{phase.replace(' ', '-')}",
-        f"kill -9 of the swap in phase {phase}",
-        expect,
-        "" if phase == "commit" else phase,
-        "30",
-        knobs=CRASH if back else {},
-        at={phase: ("kill-swap",)},
-        moment="action",
-        limit_s=90,
-        serves="last good" if phase == "commit" else "baseline",
-        ci=phase in ("stop", "watch"),
-    )
-
-
-def power(phase: str, verb: str) -> Row:
-    """Power cut or reboot in a phase."""
-    expect = (
-        ("recovered", "swapped")
-        if phase == "commit"
-        else ("recovered", "refused")
-        if phase in UNTOUCHED
-        else ("recovered",)
-    )
-    if verb == "reboot" and phase != "commit":
-        expect = (*expect, "rolled_back")
-    what = {"power-cut": "power cut", "reboot": "reboot"}[verb]
-    return Row(
-        f"{verb}-{phase.replace(' ', '-')}",
+        f"{verb.removesuffix('-swap')}-{phase.replace(' ', '-')}",
         f"{what} in phase {phase}",
         expect,
         "" if phase == "commit" else phase,
-        "31",
-        knobs=CRASH if phase.startswith("rollback-") else {},
+        ref,
+        knobs={**slow, **(CRASH if phase.startswith("rollback-") else {})},
         at={phase: (verb,)},
         moment="action",
         limit_s=120,
         settle_s=30,
         serves="last good" if phase == "commit" else "baseline",
-        ci=(verb, phase) == ("power-cut", "watch"),
+        ci=ci,
     )
+
+
+def killed(phase: str) -> Row:
+    """The swap's main process is killed in a phase."""
+    return _cut(phase, "kill-swap", "kill -9 of the swap", "30", phase in ("stop", "watch"))
+
+
+def power(phase: str, verb: str) -> Row:
+    """Power cut or reboot in a phase."""
+    what = {"power-cut": "power cut", "reboot": "reboot"}[verb]
+    return _cut(phase, verb, what, "31", (verb, phase) == ("power-cut", "watch"))
 
 
 def dropped(phase: str) -> Row:

@@ -266,7 +266,11 @@ def attempt(bed: beds.Bed, row: Row) -> Result:
             stage.asker = ask(stage, row)
             swap = follower.follow()
             if follower.pending and not swap.get("outcome") == "refused":
-                raise Missed(f"never came to {[one[0] for one in follower.pending]}; phases: {follower.events}")
+                asked_how = stage.asker.poll() if stage.asker is not None else None
+                raise Missed(
+                    f"never came to {[one[0] for one in follower.pending]}; phases {[name for _, name in follower.events]}, "
+                    f"ask ended with {asked_how}"
+                )
         client.asking = True
         stage.phase = ""
         for action in row.at.get("end", ()):

@@ -229,8 +229,12 @@ def main() -> None:
         command = f"ls -ld {path}; copy the model there, or give the model a source {{repo, revision}}"
         problem = problem_line(f"model {name}", path, found, "the model's folder", command)
         module.fail_json(msg=problem, problems=[problem])
+    user = module.params["user"]
+    if module.check_mode and all(entry.pw_name != user for entry in pwd.getpwall()):
+        module.warn(f"user {user} is not there yet: whether it can read the model is seen in the real run")
+        user = pwd.getpwuid(os.geteuid()).pw_name
     try:
-        gathered = gather(name, path, module.params["user"], manifest_file, module.params["rehash"])
+        gathered = gather(name, path, user, manifest_file, module.params["rehash"])
     except (OSError, ValueError) as error:
         module.fail_json(msg=str(error), problems=[str(error)])
     if gathered.problems:

@@ -105,7 +105,16 @@ def session_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 
 @pytest.fixture(scope="session")
-def first_deploy(session_host: Host) -> Run:
+def first_plan(session_host: Host) -> Run:
+    """Check mode on a host that swapgate never saw, and what it left there as a last line."""
+    run = session_host.deploy("baseline", "--check")
+    left = session_host.sh("ls -d /usr/local/bin/swapgate /var/lib/swapgate /opt/swapgate/engines 2>/dev/null || true")
+    run.lines.append((run.seconds, f"left behind: {left or 'nothing'}"))
+    return run
+
+
+@pytest.fixture(scope="session")
+def first_deploy(session_host: Host, first_plan: Run) -> Run:
     """The very first deploy on the clean host, which all other tests stand on."""
     run = session_host.deploy("baseline")
     assert run.code == 0, run.text[-4000:]

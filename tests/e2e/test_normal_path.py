@@ -11,6 +11,12 @@ pytestmark = pytest.mark.host
 TOLD_EVERY_S = 10
 
 
+def test_the_plan_for_a_host_that_has_nothing_yet(first_plan: Run) -> None:
+    assert first_plan.code == 0, first_plan.text[-3000:]
+    assert "'baseline' would be the first variant" in first_plan.flat
+    assert first_plan.lines[-1][1] == "left behind: nothing"
+
+
 def test_first_deploy_serves_and_is_enabled(first_deploy: Run, session_host: Host) -> None:
     assert first_deploy.code == 0
     assert "sandbox: nothing -> baseline: swapped; baseline serves since this swap" in first_deploy.flat

@@ -40,6 +40,7 @@ BAD_STARTS: tuple[dict[str, Any], ...] = (
 )
 BLOWS = ("kill-swap", "kill-swap", "kill-swap", "stop-swap", "stop-unit", "power-cut", "reboot", "reload")
 BLOW_SHARE = 0.5
+HEARD_S = 15.0
 BAD_START_SHARE = 0.5
 
 
@@ -70,6 +71,23 @@ def plan(chance: random.Random, number: int, serving: str) -> Row:
     )
 
 
+def _ask_until_heard(stage: Stage, row: Row) -> None:
+    """Ask as an operator does: again while the swap before is being settled. Returns when the new one is on record."""
+    old = stage.host.swap().get("id")
+    end = time.monotonic() + HEARD_S
+    while stage.host.swap().get("id") == old:
+        if stage.asker is None or stage.asker.poll() not in (None, 0):
+            if stage.asker is not None:
+                stage.said.append(str(stage.asker.communicate()[1]).strip())
+                time.sleep(0.5)
+            stage.asker = ask(stage, row)
+        if time.monotonic() > end:
+            raise HostError(
+                f"the swap was asked for and never began within {HEARD_S:.0f} s; ask said: {stage.said[-1:]}"
+            )
+        time.sleep(0.005)
+
+
 def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
     """Run one planned swap on the host as the one before left it; returns its outcome and the broken promises."""
     stage = Stage(bed)
@@ -80,12 +98,7 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
     try:
         follower = Follower(row, stage, client)
         asked = time.monotonic()
-        stage.asker = ask(stage, row)
-        old = bed.host.swap().get("id")
-        while bed.host.swap().get("id") == old and time.monotonic() - asked < 10:
-            if stage.asker.poll() not in (None, 0):
-                break
-            time.sleep(0.005)
+        _ask_until_heard(stage, row)
         try:
             swap = follower.follow()
         except Missed:
@@ -112,13 +125,18 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
     return outcome, misses
 
 
+def _start_over(bed: beds.Bed) -> None:
+    """The known good state, with these targets' releases alone: a swap forgets all but the newest ten."""
+    bed.reset(cold=True)
+    keep = " ".join(f"! -name {bed.releases[label]}" for label in TARGETS)
+    bed.host.sh(f"find /var/lib/swapgate/releases -mindepth 1 -maxdepth 1 {keep} -exec rm -rf {{}} +")
+
+
 def run(bed: beds.Bed, count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     """{"swaps", "seed", "outcomes": {outcome: n}, "misses": [{"swap", "outcome", "misses"}], "minutes"}."""
     chance = random.Random(seed)
     begun = time.monotonic()
-    bed.reset(cold=True)
-    keep = " ".join(f"! -name {bed.releases[label]}" for label in TARGETS)
-    bed.host.sh(f"find /var/lib/swapgate/releases -mindepth 1 -maxdepth 1 {keep} -exec rm -rf {{}} +")
+    _start_over(bed)
     outcomes: collections.Counter[str] = collections.Counter()
     broken: list[dict[str, Any]] = []
     for number in range(1, count + 1):
@@ -134,7 +152,7 @@ def run(bed: beds.Bed, count: int, seed: int, say: Callable[[str], None]) -> dic
             broken.append({"swap": row.fault, "outcome": outcome, "misses": misses})
             for miss in misses:
                 say(f"       {miss}")
-            bed.reset(cold=True)
+            _start_over(bed)
     return {
         "swaps": count,
         "seed": seed,

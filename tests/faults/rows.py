@@ -1192,7 +1192,7 @@ AROUND = [
 
 
 def _cut(phase: str, verb: str, what: str, ref: str, ci: bool) -> Row:
-    """A row in which a swap ends in the middle of a phase: until the stop nothing was touched; from there it comes back."""
+    """A swap ends in the middle of a phase: until the stop nothing was touched; from there it comes back."""
     expect = ("refused",) if phase in UNTOUCHED else ("recovered", "swapped") if phase == "commit" else ("recovered",)
     # A first token that takes a moment, so that the phases of one completion can be met at all.
     slow = {"ttft_s": 0.3}

@@ -265,10 +265,11 @@ def attempt(bed: beds.Bed, row: Row) -> Result:
         if row.target:
             stage.asker = ask(stage, row)
             swap = follower.follow()
-            if follower.pending and not swap.get("outcome") == "refused":
+            if follower.pending and swap.get("outcome") != "refused":
                 asked_how = stage.asker.poll() if stage.asker is not None else None
                 raise Missed(
-                    f"never came to {[one[0] for one in follower.pending]}; phases {[name for _, name in follower.events]}, "
+                    f"never came to {[one[0] for one in follower.pending]}; "
+                    f"phases {[name for _, name in follower.events]}, "
                     f"ask ended with {asked_how}"
                 )
         client.asking = True

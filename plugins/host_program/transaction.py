@@ -104,6 +104,8 @@ def run_request(layout: records.Layout, say: Callable[[str], None]) -> int:
     """Carry out the request file, as ExecStart of swapgate-swap.service. Exit 0 unless the swap failed."""
     request = records.read_json(layout.request)
     with locked(layout, request["by"], LOCK_LIMIT_S):
+        for left in layout.state_dir.glob(".*.json?*"):  # what a kill left between writing and renaming
+            left.unlink()
         state = records.read_state(layout)
         last = state["swap"] or {}
         if unfinished(state):

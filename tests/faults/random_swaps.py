@@ -58,6 +58,8 @@ def plan(chance: random.Random, number: int, serving: str) -> Row:
         phase = chance.choice(PHASES if not bad else (*PHASES[:8], *BACK_PHASES))
         blow = chance.choice(BLOWS)
         unit = beds.UNIT[target]
+        if blow == "stop-unit" and phase == "commit":
+            blow = "reload"  # stopping by hand what has just become last good is the operator's will, no fault
         at[phase] = (
             {
                 "stop-swap": f"sh systemctl stop --no-block {SWAP_UNIT}",

@@ -634,7 +634,6 @@ LOADS = [
         knobs=ngram(wrong_served_name="somebody-else"),
         moment="start+0.9",
         never_ready=True,
-        ci=True,
     ),
     Row(
         "first-completion",
@@ -997,7 +996,6 @@ AROUND = [
         knobs=ngram(load_s=3),
         at={"watch+0.5": ("ask ngram second",)},
         says='"attached": true',
-        ci=True,
     ),
     Row("same-after", "the same deploy once more after it served", ("unchanged",), "", target="baseline", ci=True),
     Row(

@@ -67,7 +67,7 @@ class Bed:
         }
         self.venv = engines / f"vllm-{version}"
         self._engine_folder()
-        records.write_json(self.layout.library / "signatures.json", self.files["signatures"])
+        records.write_json(self.layout.signatures, self.files["signatures"])
         self.manifest(MODEL_NAME, model)
 
     # --- engine ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def main(words: list[str]) -> int:
         return 2
     layout = records.Layout(words[0])
     variant = records.read_json(layout.variants / (words[1] + ".json"))
-    known = signatures.load_signatures(records.read_json(layout.library / "signatures.json"))
+    known = signatures.load_signatures(records.read_json(layout.signatures))
     return supervisor.supervise(variant, words[3:], layout, known)
 
 

@@ -32,7 +32,7 @@ def _answer(value: Any) -> int:
 def _supervise(layout: records.Layout, args: argparse.Namespace) -> int:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     variant = records.read_json(layout.variants / (args.variant + ".json"))
-    known = signatures.load_signatures(records.read_json(layout.library / "signatures.json"))
+    known = signatures.load_signatures(records.read_json(layout.signatures))
     return supervisor.supervise(variant, argv, layout, known)
 
 

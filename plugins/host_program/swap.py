@@ -224,7 +224,7 @@ class Swap:
         report = records.read_if_there(self.layout.unit_runtime(variant["unit"]) / "load.json") or {}
         found = report.get("failure")
         if not found:  # the supervisor itself did not get that far: systemd's own lines say why
-            known = signatures.load_signatures(records.read_json(self.layout.library / "signatures.json"))
+            known = signatures.load_signatures(records.read_json(self.layout.signatures))
             found = diagnosis.diagnose(systemd.journal(variant["unit"], self._asked_unix), known)
         failed = SwapFailed(": ".join(filter(None, (what, found.get("what")))), found.get("class") or "unknown")
         for key in ("root_cause", "signature", "remedy", "context"):
@@ -233,7 +233,7 @@ class Swap:
         return failed
 
     def _api_key(self) -> str | None:
-        file = Path("/etc/swapgate/credentials/vllm_api_key")
+        file = self.layout.api_key
         return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
     def probe(self, variant: JsonDict, limit_s: float = PROBE_LIMIT_S) -> str:

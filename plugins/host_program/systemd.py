@@ -110,24 +110,6 @@ def journal(unit: str, since_unix: float, most: int = 200) -> list[str]:
     return done.stdout.splitlines()
 
 
-def processes(unit: str) -> list[int]:
-    """The processes in a unit's control group."""
-    group = show(unit, "ControlGroup").get("ControlGroup", "")
-    if not group:
-        return []
-    pids = []
-    for base in ("/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified"):
-        top = base + group
-        if os.path.isdir(top):
-            for folder, _, files in os.walk(top):
-                if "cgroup.procs" in files:
-                    with open(os.path.join(folder, "cgroup.procs"), encoding="ascii") as procs:
-                        pids += [int(line) for line in procs if line.strip()]
-            if pids:
-                break
-    return sorted(set(pids))
-
-
 def enable_only(unit: str, others: Sequence[str]) -> None:
     """Make ``unit`` the only one of these units that starts at boot."""
     systemctl("enable", "--quiet", unit)

@@ -46,7 +46,8 @@ class Layout:
 
     def __init__(self, root: str = "/") -> None:
         base = Path(root)
-        self.library = base / "usr/local/lib/swapgate"
+        self.signatures = base / "usr/local/lib/swapgate/signatures.json"
+        self.api_key = base / "etc/swapgate/credentials/vllm_api_key"
         self.state_dir = base / "var/lib/swapgate"
         self.state = self.state_dir / "state.json"
         self.request = self.state_dir / "request.json"

@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 
-.PHONY: demo test lint unit cases molecule e2e engine faults golden lock clean
+.PHONY: demo test lint unit cases molecule e2e engine faults golden lock clean browser
 
 .venv/.done: requirements.lock
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("needs Python 3.11: make PYTHON=/path/to/python3.11")'
@@ -16,14 +16,19 @@ export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 demo: .venv/.done
 	$(BIN)/python scripts/demo.py
 
-test: .venv/.done
+test: .venv/.done browser
 	$(BIN)/python scripts/test_stages.py
 
+unit: browser
 lint unit cases molecule e2e engine: .venv/.done
 	$(BIN)/python scripts/test_stages.py $@
 
 faults: .venv/.done
 	$(BIN)/python scripts/faults.py
+
+# The report's pages are tested in one.
+browser:
+	$(PYTHON) scripts/sandbox.py install --browser
 
 golden: .venv/.done
 	$(BIN)/python scripts/golden.py

@@ -35,59 +35,61 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts import verdict  # noqa: E402
+from scripts import verdict_gates, verdict_intervals, verdict_plans  # noqa: E402
 
 SEED = 2025
 DRAWS = 1_000  # of each bootstrap: the noise of its bounds averages out over the runs
 CLASSES = 6
 PLANS = {
-    "A B A, 72 prompts": verdict.Plan(prompts=72, repeats=3, base_boots=2, variant_boots=1),
-    "A B A, 24 prompts": verdict.Plan(prompts=24, repeats=3, base_boots=2, variant_boots=1),
-    "A B A B A, 72 prompts": verdict.Plan(prompts=72, repeats=3, base_boots=3, variant_boots=2),
-    "one load, 72 prompts": verdict.Plan(prompts=72, repeats=3, base_boots=1, variant_boots=1, one_load=1),
-    "one load, 16 prompts x 6": verdict.Plan(prompts=16, repeats=6, base_boots=1, variant_boots=1, one_load=1),
+    "A B A, 72 prompts": verdict_plans.Plan(prompts=72, repeats=3, base_boots=2, variant_boots=1),
+    "A B A, 24 prompts": verdict_plans.Plan(prompts=24, repeats=3, base_boots=2, variant_boots=1),
+    "A B A B A, 72 prompts": verdict_plans.Plan(prompts=72, repeats=3, base_boots=3, variant_boots=2),
+    "one load, 72 prompts": verdict_plans.Plan(prompts=72, repeats=3, base_boots=1, variant_boots=1, one_load=1),
+    "one load, 16 prompts x 6": verdict_plans.Plan(prompts=16, repeats=6, base_boots=1, variant_boots=1, one_load=1),
 }
 PROMPT_SDS = (0.17, 0.25, 0.43)
 BOOT_SDS = (0.04, 0.05)
 
 
-def drawn(plan: verdict.Plan, rng: np.random.Generator) -> tuple[list[verdict.Boot], list[verdict.Boot]]:
+def drawn(
+    plan: verdict_plans.Plan, rng: np.random.Generator
+) -> tuple[list[verdict_intervals.Boot], list[verdict_intervals.Boot]]:
     """The loads of base and variant of one run without effect on average."""
     level = rng.normal(0, 0.1, plan.prompts)
     gain = rng.normal(0, plan.prompt_sd, plan.prompts)
     size = (plan.prompts, plan.repeats)
     moves = rng.normal(0, plan.boot_sd, plan.base_boots + plan.variant_boots)
 
-    def boot(number: int, faster: float) -> verdict.Boot:
+    def boot(number: int, faster: float) -> verdict_intervals.Boot:
         passes = rng.normal(0, plan.pass_sd, plan.repeats)
         logs = (level - faster * gain)[:, None] + moves[number] + passes + rng.normal(0, plan.request_sd, size)
-        return verdict.Boot(number, logs)
+        return verdict_intervals.Boot(number, logs)
 
     base = [boot(number, 0.0) for number in range(plan.base_boots)]
     first = 0 if plan.one_load else plan.base_boots
     return base, [boot(first + number, 1.0) for number in range(plan.variant_boots)]
 
 
-def one_run(plan: verdict.Plan, rng: np.random.Generator) -> tuple[str, float, float, float]:
+def one_run(plan: verdict_plans.Plan, rng: np.random.Generator) -> tuple[str, float, float, float]:
     """(word at no effect, the log effect from which this run says *faster*, low, high); inf: this run says it never."""
     base, variant = drawn(plan, rng)
     ones = np.ones(plan.prompts)
     spread = plan.known.updated(base, variant)
-    found = verdict.estimate(base, variant, ones, ones, spread, rng, DRAWS)
-    d = verdict.least_difference(verdict.within_spread(base, ones)[0])
-    null = verdict.null_run(base, ones, ones, rng, DRAWS)
-    gates = (verdict.null_gate(null, d), verdict.drift_gate(base, plan.known))
+    found = verdict_intervals.estimate(base, variant, ones, ones, spread, rng, DRAWS)
+    d = verdict_intervals.least_difference(verdict_intervals.within_spread(base, ones)[0])
+    null = verdict_intervals.null_run(base, ones, ones, rng, DRAWS)
+    gates = (verdict_gates.null_gate(null, d), verdict_gates.drift_gate(base, plan.known))
     if any(gate.ok is False for gate in gates):
         return "refused", math.inf, found.low, found.high
     gains = np.mean([b.mean for b in base], axis=0) - np.mean([b.mean for b in variant], axis=0)
     worst = min(float(gains[kind::CLASSES].mean()) for kind in range(CLASSES))
-    floor = math.log(1 - verdict.CLASS_LOSS)
+    floor = math.log(1 - verdict_gates.CLASS_LOSS)
     enough = max(math.log1p(d) - found.low, floor - worst)
-    word = verdict.word_of(found.low, found.high, d)
+    word = verdict_intervals.word_of(found.low, found.high, d)
     return ("not faster" if word == "faster" and worst < floor else word), enough, found.low, found.high
 
 
-def cell(task: tuple[int, str, verdict.Plan, int]) -> dict[str, Any]:
+def cell(task: tuple[int, str, verdict_plans.Plan, int]) -> dict[str, Any]:
     """All runs of one plan."""
     number, name, plan, runs = task
     started = time.process_time()
@@ -95,7 +97,7 @@ def cell(task: tuple[int, str, verdict.Plan, int]) -> dict[str, Any]:
     found = [one_run(plan, rng) for _ in range(runs)]
     words = [word for word, *_ in found]
     effects = np.sort([effect for _, effect, *_ in found])
-    weighed = verdict.power(plan)
+    weighed = verdict_plans.power(plan)
     smallest = float(effects[math.ceil(0.9 * runs) - 1])
     return {
         "plan": name,
@@ -104,7 +106,7 @@ def cell(task: tuple[int, str, verdict.Plan, int]) -> dict[str, Any]:
         "false_faster": words.count("faster") / runs,
         "false_slower": words.count("slower") / runs,
         # A variant that is faster by exactly d is not faster by more than d.
-        "faster_at_d": float(np.mean(effects < math.log1p(verdict.FLOOR))),
+        "faster_at_d": float(np.mean(effects < math.log1p(verdict_intervals.FLOOR))),
         "equivalent": words.count("equivalent") / runs,
         "undecided": words.count("undecided") / runs,
         "refused": words.count("refused") / runs,

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import json
-import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import ansible_runner
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "collections"))
+sys.path[:0] = [str(ROOT), str(ROOT / "collections")]
 
 from ansible_collections.swapgate.core.plugins.module_utils import progress  # noqa: E402
+
+from scripts import playbooks  # noqa: E402
 
 OK, ROLLED_BACK, REFUSED, NO_SERVICE, UNREACHABLE, INTERRUPTED = 0, 1, 2, 3, 4, 130
 # From best to worst: with several hosts the worst counts.
@@ -34,6 +31,9 @@ CODES = {
     "swapped": OK,
     "unchanged": OK,
     "planned": OK,
+    "waits": OK,
+    "kept": OK,
+    "not kept": OK,
     "rolled_back": ROLLED_BACK,
     "recovered": ROLLED_BACK,
     "refused": REFUSED,
@@ -44,9 +44,16 @@ SEVERITY = (OK, ROLLED_BACK, REFUSED, UNREACHABLE, NO_SERVICE)
 
 # The task of role vllm_swap whose words are shown: the plan, or with --preflight the report.
 PLAN_TASK, REPORT_TASK = "Say what the swap would do", "Ensure nothing was found against the release"
+# Those of role vllm_benchmark.
+BENCH_TASKS = (
+    "Say how long the benchmark will take",
+    "Show what was measured",
+    "Say the verdict and what became of it",
+)
 
 EPILOG = """exit codes:
-  0    every host serves the variant (or would, with --check)
+  0    every host serves the variant (or would, with --check), be it only until it is confirmed (confirm_within_s);
+       with -e keep_if_faster=true: it was measured, and kept or not as the verdict says
   1    a host went back to its last good variant: the one asked for failed there
   2    refused: bad input, a failed preflight, or no consent; nothing that serves was touched
   3    a host has no service: the variant and the way back failed
@@ -60,7 +67,7 @@ class View:
 
     def __init__(self, console: Console, tells: str = PLAN_TASK) -> None:
         self.console = console
-        self.tells = tells
+        self.tells = (tells, *BENCH_TASKS)
         self.started = time.monotonic()
         self.task = "starting"
         self.rows: dict[str, list[str]] = {}
@@ -80,6 +87,14 @@ class View:
 
     def __rich__(self) -> Table:
         return self.table()
+
+    def play(self, playbook: str, args: argparse.Namespace, **what: Any) -> str:
+        """Run one of our playbooks with ``args``' inventory and limit, seen by this view; ansible-runner's status."""
+        file = str(ROOT / "playbooks" / playbook)
+        status, said = playbooks.run(self.handle, args.inventory, playbook=file, limit=args.limit, **what)
+        if status not in ("successful", "canceled") and not self.failures:
+            self.failures["playbook"] = said or "ansible-playbook failed"
+        return status
 
     def handle(self, event: dict[str, Any]) -> None:
         """Take one event of ansible-runner."""
@@ -106,18 +121,25 @@ class View:
             self._result(host, kind, data.get("res") or {}, bool(data.get("ignore_errors")))
 
     def _result(self, host: str, kind: str, result: dict[str, Any], ignored: bool) -> None:
+        decision = (result.get("ansible_facts") or {}).get("vllm_benchmark_decision")
+        if decision:
+            self.results[host] = {key: decision[key] for key in ("outcome", "variant", "sentence", "run")}
         swap = (result.get("status") or {}).get("swap")
         if swap:
             self.results[host] = {
-                "outcome": swap["outcome"],
+                "outcome": swap["outcome"] or "waits",  # to be confirmed
                 "variant": swap["to"]["variant"],
                 "release": swap["to"]["release"],
                 "seconds_without_service": swap["seconds_without_service"],
                 "cause": swap["cause"],
             }
-            self.rows[host] = [swap["to"]["variant"], swap["outcome"], ""]
+            self.rows[host] = [swap["to"]["variant"], self.results[host]["outcome"], ""]
+            if not swap["outcome"]:
+                for said in progress.waiting(host, swap):
+                    self.console.print(said, highlight=False, markup=False, soft_wrap=True)
         if kind == "runner_on_failed" and not ignored:
-            self.failures[host] = str(result.get("msg", result))
+            # Of a command that failed, what it said tells more than that it did.
+            self.failures[host] = str(result.get("stderr") or result.get("msg", result))
             self.results.setdefault(host, {"outcome": "refused"})
 
 
@@ -146,24 +168,9 @@ def run(args: argparse.Namespace, view: View) -> str:
     if args.allow_disruption:
         extra["allow_disruption"] = True
     options = ["--check"] if args.check else []
-    with tempfile.TemporaryDirectory(prefix="swapgate-") as folder:
-        done = ansible_runner.run(
-            private_data_dir=folder,
-            playbook=str(ROOT / "playbooks" / ("preflight.yml" if args.preflight else "deploy.yml")),
-            inventory=[str(Path(path).resolve()) for path in args.inventory or [str(ROOT / "inventory/sandbox")]],
-            limit=args.limit,
-            extravars=extra,
-            cmdline=" ".join(options),
-            envvars={
-                "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
-                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            },
-            event_handler=view.handle,
-            quiet=True,
-        )
-        if done.status not in ("successful", "canceled") and not view.failures:
-            view.failures["playbook"] = (done.stdout.read() or "ansible-playbook failed").strip()[-2000:]
-    return str(done.status)
+    return view.play(
+        "preflight.yml" if args.preflight else "deploy.yml", args, extravars=extra, cmdline=" ".join(options)
+    )
 
 
 def exit_code(view: View, status: str) -> int:
@@ -180,19 +187,13 @@ def main(argv: list[str] | None = None) -> int:
     """Deploy and report."""
     args = build_parser().parse_args(argv)
     broken = [pair for pair in args.extra_var if "=" not in pair]
-    if broken:
-        print(f"deploy.py: -e: found {broken[0]!r}, expected K=V", file=sys.stderr)
+    wrong = f"-e: found {broken[0]!r}, expected K=V" if broken else playbooks.missing(args.inventory)
+    if wrong:
+        print(f"deploy.py: {wrong}", file=sys.stderr)
         return REFUSED
     console = Console(stderr=True)
     view = View(console, REPORT_TASK if args.preflight else PLAN_TASK)
-    try:
-        if console.is_terminal:
-            with Live(view, console=console, refresh_per_second=2):
-                status = run(args, view)
-        else:
-            status = run(args, view)
-    except KeyboardInterrupt:
-        status = "canceled"  # ansible-runner's own word for it, where its handler was not in place yet
+    status = playbooks.watched(view, console, lambda: run(args, view))
     if status == "canceled":
         console.print("interrupted; a swap that had begun goes on: run the same command again to look at it")
         return INTERRUPTED
@@ -201,10 +202,7 @@ def main(argv: list[str] | None = None) -> int:
             view.results[host] = {"outcome": "planned"}
     for host, result in sorted(view.results.items()):
         console.print(f"{host}: {result['outcome']}", highlight=False)
-    for host, message in sorted(view.failures.items()):
-        console.print(f"{host}: {message}", highlight=False, markup=False, soft_wrap=True)
-    if args.json:
-        print(json.dumps(view.results, sort_keys=True))
+    playbooks.tell(view, console, args.json)
     return exit_code(view, status)
 
 

@@ -51,6 +51,7 @@ _SMI_WORDS = {
     "gpu not answering",
     "nvml failed",
     "nvidia-smi missing",
+    "driver library missing",
     "field not known",
     "no processes",
     "requires reset",
@@ -90,7 +91,10 @@ def case_of(text: str) -> dict[str, Any] | None:
 
 def _is_csv(text: str, lines: list[str]) -> bool:
     """Whether nearly all lines are rows or words of nvidia-smi, and none is a line of a log."""
-    if any(log_text.parse(line).level or log_text.parse(line).tag or "Error: " in line for line in lines):
+    if any(
+        log_text.parse(line).level or log_text.parse(line).tag or "Error: " in line or "NVRM: " in line
+        for line in lines
+    ):
         return False
     if nvidia_smi.is_header(lines[0]) or re.match(r"\d+, GPU-[0-9a-f]{8}-", lines[0]):
         return True
@@ -99,21 +103,22 @@ def _is_csv(text: str, lines: list[str]) -> bool:
     notices = [notice for notice in report["notices"] if notice["state"] in _SMI_WORDS]
     odd = len(report["notices"]) - len(notices)
     shaped = re.search(r"\d MiB|\d %|\[(?:N/A|Not Supported|GPU|Unknown)|^GPU-|^[\d.,\s]+$", text, re.MULTILINE)
-    return bool((rows and shaped) or notices) and odd * 3 <= rows + len(report["notices"])
+    return bool((rows and shaped) or notices) and odd * 2 <= rows + len(report["notices"])
 
 
 def kind_of(text: str) -> str:
     """What a small text is: "topology", "nvidia-smi", "unit" or "log"."""
-    plain = log_text.strip_ansi(text)
+    plain = log_text.unquote(log_text.strip_ansi(text))
     lines = [line for line in plain.splitlines() if line.strip()]
-    if re.search(r"^\s*GPU\d+\s+(?:X|NV\d+|PIX|PXB|PHB|NODE|SYS|OK|GNS|CNS|TNS|NS)\b", plain, re.MULTILINE):
+    if topology.is_matrix(plain):
         return "topology"
     if re.search(r"^\[(?:Service|Unit)\]\s*$", plain, re.MULTILINE) and re.search(r"^Exec\w+ *=", plain, re.MULTILINE):
         return "unit"
     if re.fullmatch(r"\s*\[(?:Unknown Error|N/A|Not Supported|GPU [\w ]+)\]\s*", plain):
         return "nvidia-smi"  # the answer to a query of one field
     if re.search(
-        r"^\+-{20,}|^.*ERR!.*\d+MiB / +\d+MiB|^\| NVIDIA-SMI |^\|.*[0-9A-F]{8}:[0-9A-F]{2}:|^\| *MIG devices",
+        r"^GPU \d+: .*\(UUID: GPU-|^\+-{20,}"
+        r"|^.*ERR!.*\d+MiB / +\d+MiB|^\| NVIDIA-SMI |^\|.*[0-9A-F]{8}:[0-9A-F]{2}:|^\| *MIG devices",
         plain,
         re.MULTILINE,
     ):
@@ -128,7 +133,11 @@ def diagnose_text(text: str, kind: str, known: signatures.Signatures, ended: boo
     if kind == "topology":
         found = topology.parse(text)
         judged = topology.judge(found)
-        return _judged(kind, {**judged, "reasons": judged["warnings"], "class": None}, {"topology": found})
+        return _judged(
+            kind,
+            {**judged, "reasons": judged["warnings"], "class": None},
+            {"topology": found, "notes": topology.nic_lines(found)},
+        )
     if kind == "nvidia-smi":
         report = nvidia_smi.parse(text)
         judged = nvidia_smi.judge(report)
@@ -293,6 +302,7 @@ def report(result: dict[str, Any]) -> str:
             named = f"signature {result['signature']}" if result.get("recognised") else "no signature knows it"
             out.append(f"         line {result['line']}{by}; {named}")
     out += [f"because: {reason}" for reason in result.get("reasons", [])]
+    out += [f"also:    {note}" for note in result.get("notes", [])]
     out.append(f"do:      {result['remedy']}")
     if result.get("context"):
         out.append("around it:")

@@ -6,15 +6,20 @@
     scripts/faults.py --row ID [--row ID]  these rows
     scripts/faults.py --list               ids and faults
     scripts/faults.py --swaps 50 --seed 7  only swaps with random faults
+    scripts/faults.py --page               only write docs/faults.md from what is kept
 
-The results are in .artifacts/faults.json. Exit code 0 when every row met its expectation, 1 when one did not, 2 for
-wrong usage, 3 when the throwaway host cannot be had.
+The results are kept in benchmarks/results/faults.json: the last one of each row, and the last random swaps. With
+SWAPGATE_FAULTS_PORT=PORT and another --host a second run goes on beside the first. Exit code 0 when every row met its
+expectation, 1 when one did not, 2 for wrong usage, 3 when the throwaway host cannot be had.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import fcntl
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,8 +32,9 @@ from scripts import sandbox  # noqa: E402 - the path comes first
 from tests.faults import bed, host, random_swaps, report, rows, runner  # noqa: E402
 from tests.faults.row import Row  # noqa: E402
 
-RESULTS = REPO / ".artifacts/faults.json"
+RESULTS = REPO / "benchmarks/results/faults.json"
 PAGE = REPO / "docs/faults.md"
+ENGINE = REPO / ".artifacts/engine-faults.json"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,6 +45,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--subset", choices=["ci"], help="run the rows of `make test`")
     parser.add_argument("--list", action="store_true", help="print the rows and end")
     parser.add_argument("--swaps", type=int, metavar="N", help="run N swaps with random faults, and no rows")
+    parser.add_argument(
+        "--page", action="store_true", help="write docs/faults.md from the kept results, and run nothing"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the random swaps (default: 1)")
     parser.add_argument("--host", default="faults", help="name of the throwaway host (default: faults)")
     return parser.parse_args(argv)
@@ -60,6 +69,40 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def head() -> str:
+    """The commit of this checkout."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def keep(results: list[runner.Result], swaps: dict[str, Any] | None, commit: str) -> dict[str, Any]:
+    """Lay the results of a run that began at ``commit`` over the kept ones; returns all."""
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    run = {"commit": commit, "ended_unix": round(time.time())}
+    with open(RESULTS, "a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # a second run may go on beside this one
+        file.seek(0)
+        kept: dict[str, Any] = {"rows": {}, "swaps": None, "engine": None, **json.loads(file.read() or "{}")}
+        kept["rows"].update({one.id: {**one.as_json(), **run} for one in results})
+        if swaps:
+            kept["swaps"] = {**swaps, **run}
+        if ENGINE.is_file():
+            kept["engine"] = json.loads(ENGINE.read_text())
+        file.truncate(0)
+        file.write(json.dumps(kept, indent=1) + "\n")
+    return kept
+
+
+def write_page() -> None:
+    """docs/faults.md from the kept results, in the order of the matrix."""
+    kept = keep([], None, "")
+    rest = {field.name for field in dataclasses.fields(runner.Result)}
+    there = [kept["rows"][row.id] for row in rows.ROWS if row.id in kept["rows"]]
+    told = [runner.Result(**{key: value for key, value in one.items() if key in rest}) for one in there]
+    never = [row.id for row in rows.ROWS if row.id not in kept["rows"]]
+    PAGE.write_text(report.page(told, kept["swaps"], kept["engine"], never))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run, print the table, write the results."""
     options = parse(argv)
@@ -72,7 +115,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyError as error:
         print(f"faults: {error.args[0]}", file=sys.stderr)
         return 2
-    begun = time.monotonic()
+    if options.page:
+        write_page()
+        return 0
+    begun, commit = time.monotonic(), head()
     try:
         place = bed.prepare(options.host, lambda text: say(f"faults: {text}"))
     except (host.HostError, sandbox.SandboxError) as error:
@@ -83,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in wanted:
         result = runner.run(place, row)
         results.append(result)
+        keep([result], None, commit)
         say(report.line(result))
         for miss in result.misses:
             say(f"       {miss}")
@@ -93,16 +140,9 @@ def main(argv: list[str] | None = None) -> int:
         swaps = random_swaps.run(place, count, options.seed, say)
     minutes = (time.monotonic() - begun) / 60
     figures = report.summary(results)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    kept = {
-        "rows": [one.as_json() for one in results],
-        "summary": figures,
-        "swaps": swaps,
-        "minutes": round(minutes, 1),
-    }
-    RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    keep([], swaps, commit)
     if whole:
-        PAGE.write_text(report.page(results, swaps, minutes))
+        write_page()
     say(f"faults: {json.dumps(figures)}; {minutes:.1f} minutes")
     missed = figures["missed"] or (swaps and swaps["misses"])
     return 1 if missed else 0

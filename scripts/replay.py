@@ -31,11 +31,13 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from scripts.json_files import InputError, kind_of
+
 SEMANTICS = ("v1", "v2")
 # What each rule has been compared with; printed beside every result that rests on it.
 CHECKED = {
     "v1": "compared with the engine's own proposer (tests/engine)",
-    "v2": "unverified: it agrees with the source of the engine's GPU kernel, but no GPU run has been compared with it",
+    "v2": "compared with the engine's own kernel on a GPU (0.32's, one H200: benchmarks/results/gpu/kernel.json)",
 }
 LARGEST = 255
 TOKEN_LIMIT = 2**31
@@ -44,10 +46,6 @@ KEYS = ("id", "class", "prompt_token_ids", "output_token_ids")
 Tokens = npt.NDArray[np.int32]
 Small = npt.NDArray[np.uint8]
 Counts = npt.NDArray[np.int64]
-
-
-class InputError(ValueError):
-    """The input cannot be used; the text says what, where, found against expected, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class Transcript:
-    """One recorded request: `tokens` is prompt then answer, shape (prompt + output,); `prompt` counts prompt tokens."""
+    """One recorded request: `tokens` is prompt then answer, shape (prompt + output,); `prompt` counts prompt tokens.
+
+    `experts`: ids of the experts that the output tokens read, shape (tokens, layers, experts per token), where known.
+    """
 
     id: str | int
     cls: str
     prompt: int
     tokens: Tokens
+    experts: Tokens | None = None
 
     @property
     def outputs(self) -> int:
@@ -266,9 +268,13 @@ def parse_grid(text: str) -> tuple[Setting, ...]:
 
 
 def read_transcripts(stream: Iterable[bytes], name: str, max_model_len: int | None = None) -> list[Transcript]:
-    """Transcripts of the lines of a JSONL file, blank ones skipped. Errors (InputError) call the file `name`."""
+    """Transcripts of the lines of a JSONL file; blank ones, and those of requests that failed (a text as `error`), are
+    skipped. Errors (InputError) call the file `name`.
+    """
     found = [
-        _transcript(line, f"{name}:{number}", max_model_len) for number, line in enumerate(stream, 1) if line.strip()
+        transcript
+        for number, line in enumerate(stream, 1)
+        if line.strip() and (transcript := _transcript(line, f"{name}:{number}", max_model_len)) is not None
     ]
     if not found:
         raise InputError(
@@ -278,7 +284,7 @@ def read_transcripts(stream: Iterable[bytes], name: str, max_model_len: int | No
     return found
 
 
-def _transcript(line: bytes, where: str, max_model_len: int | None) -> Transcript:
+def _transcript(line: bytes, where: str, max_model_len: int | None) -> Transcript | None:
     try:
         entry = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
@@ -287,7 +293,9 @@ def _transcript(line: bytes, where: str, max_model_len: int | None) -> Transcrip
             "is the file cut off, or not JSONL?"
         ) from error
     if not isinstance(entry, dict):
-        raise InputError(f"{where}: found {_kind(entry)}, expected an object with {', '.join(KEYS)}")
+        raise InputError(f"{where}: found {kind_of(entry)}, expected an object with {', '.join(KEYS)}")
+    if isinstance(entry.get("error"), str):
+        return None
     absent = [key for key in KEYS if key not in entry]
     if absent:
         raise InputError(
@@ -295,9 +303,9 @@ def _transcript(line: bytes, where: str, max_model_len: int | None) -> Transcrip
             f"expected {', '.join(KEYS)}"
         )
     if not isinstance(entry["id"], (str, int)) or isinstance(entry["id"], bool):
-        raise InputError(f"{where}: id found {_kind(entry['id'])}, expected a string or a whole number")
+        raise InputError(f"{where}: id found {kind_of(entry['id'])}, expected a string or a whole number")
     if not isinstance(entry["class"], str):
-        raise InputError(f"{where}: class found {_kind(entry['class'])}, expected a string")
+        raise InputError(f"{where}: class found {kind_of(entry['class'])}, expected a string")
     prompt = _token_ids(entry["prompt_token_ids"], f"{where}: prompt_token_ids")
     output = _token_ids(entry["output_token_ids"], f"{where}: output_token_ids")
     if max_model_len is not None and len(prompt) + len(output) > max_model_len:
@@ -305,12 +313,35 @@ def _transcript(line: bytes, where: str, max_model_len: int | None) -> Transcrip
             f"{where}: found {len(prompt)} + {len(output)} tokens, expected at most max_model_len, "
             f"{max_model_len}: no server with that limit gave this answer; correct the limit"
         )
-    return Transcript(entry["id"], entry["class"], len(prompt), np.concatenate((prompt, output)))
+    experts = _experts(entry.get("routed_experts"), len(output), f"{where}: routed_experts")
+    return Transcript(entry["id"], entry["class"], len(prompt), np.concatenate((prompt, output)), experts)
+
+
+def _experts(value: Any, outputs: int, where: str) -> Tokens | None:
+    if value is None:
+        return None
+    try:
+        found = np.array(value)
+    except ValueError:  # lists of unlike lengths
+        found = np.array(None)
+    # The last token was emitted and never computed.
+    if (
+        found.ndim != 3
+        or found.dtype.kind != "i"
+        or found.size == 0
+        or found.min() < 0
+        or outputs - len(found) not in (0, 1)
+    ):
+        raise InputError(
+            f"{where}: found {kind_of(value)} of {len(value) if isinstance(value, list) else 'no'} tokens, expected "
+            f"{outputs} or {outputs - 1}, each with a list per layer of equally many expert ids from 0"
+        )
+    return found.astype(np.int32)
 
 
 def _token_ids(value: Any, where: str) -> Tokens:
     if not isinstance(value, list):
-        raise InputError(f"{where} found {_kind(value)}, expected a list of token ids; record with return_token_ids")
+        raise InputError(f"{where} found {kind_of(value)}, expected a list of token ids; record with return_token_ids")
     # Types first: in an array, true would pass as 1 and 1.5 as 1.
     if set(map(type, value)) - {int} or (value and not 0 <= min(value) <= max(value) < TOKEN_LIMIT):
         i = next(i for i, token in enumerate(value) if type(token) is not int or not 0 <= token < TOKEN_LIMIT)
@@ -319,19 +350,6 @@ def _token_ids(value: Any, where: str) -> Tokens:
             f"to {TOKEN_LIMIT - 1}"
         )
     return np.array(value, np.int32)
-
-
-def _kind(value: Any) -> str:
-    names = {
-        dict: "an object",
-        list: "a list",
-        str: "a string",
-        bool: "true or false",
-        type(None): "null",
-        int: "a number",
-        float: "a number with a fraction",
-    }
-    return names.get(type(value), type(value).__name__)
 
 
 def replay(transcript: Transcript, settings: Sequence[Setting], rule: Rule) -> Replayed:

@@ -64,6 +64,8 @@ MACHINE_PACKAGES = {
     "tar": "tar",
     "unshare": "util-linux",
 }
+# Any of these shows the report's pages to their tests; Chromium alone comes as a Debian package.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # Units without a purpose here: consoles, hardware, and whatever would touch the network shared with the machine.
 MASKED_UNITS = (
     "apt-daily-upgrade.timer",
@@ -337,27 +339,39 @@ def require_machine() -> None:
         raise SandboxError("this machine lacks " + "; ".join(lacks), LACKS)
 
 
-def install(_options: argparse.Namespace) -> int:
-    """Install what sandboxes, and the virtualenv of the controller's tools, need on a Debian or Ubuntu machine."""
-    packages = missing_packages()
-    if importlib.util.find_spec("ensurepip") is None:
-        packages.append("python3-venv")
+def install(options: argparse.Namespace) -> int:
+    """Install what sandboxes, and the virtualenv of the controller's tools, need on a Debian or Ubuntu machine; with
+    `--browser` instead what the tests of the report's pages need."""
+    if options.browser:
+        packages = [] if any(shutil.which(name) for name in BROWSERS) else ["chromium", "fonts-dejavu-core"]
+        if packages and machine_release().get("ID") == "ubuntu":
+            raise SandboxError(
+                f"found none of {', '.join(BROWSERS)}, and Ubuntu has Chromium as a snap only. Next: install the "
+                "google-chrome-stable package from its maker, or run these tests on Debian",
+                LACKS,
+            )
+    else:
+        packages = missing_packages()
+        if importlib.util.find_spec("ensurepip") is None:
+            packages.append("python3-venv")
     if not packages:
         say("nothing to install: everything is here")
         return OK
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         raise SandboxError(
             f"cannot install {' '.join(packages)}: needs root and apt-get. On other systems install "
-            "systemd-nspawn, debootstrap and an OpenSSH client with the system's package manager",
+            + ("Chromium" if options.browser else "systemd-nspawn, debootstrap and an OpenSSH client")
+            + " with the system's package manager",
             LACKS,
         )
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    # Ubuntu needs Debian's keys to check what debootstrap fetches.
-    packages.append("debian-archive-keyring")
+    if not options.browser:  # Ubuntu needs Debian's keys to check what debootstrap fetches
+        packages.append("debian-archive-keyring")
     say(f"installing {' '.join(packages)}")
     run(["apt-get", "update", "-qq"], env=quiet)
     run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages], env=quiet)
-    require_machine()
+    if not options.browser:
+        require_machine()
     return OK
 
 
@@ -949,7 +963,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     sub = named("ssh", enter, "a shell inside, or one command: ssh NAME -- CMD ...")
     sub.add_argument("command", nargs=argparse.REMAINDER, metavar="-- CMD")
     command("list", list_all, "one JSON object per sandbox of this checkout")
-    command("install", install, "install what sandboxes need (Debian and Ubuntu)")
+    sub = command("install", install, "install what sandboxes need (Debian and Ubuntu)")
+    sub.add_argument("--browser", action="store_true", help="instead Chromium, for the tests of the report's pages")
     return parser.parse_args(argv)
 
 

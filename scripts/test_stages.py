@@ -13,6 +13,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +34,8 @@ def pytest(*words: str) -> Command:
     return tool("python", "-m", "pytest", "-q", "--durations=5", *words)
 
 
+# Most tests wait for a host or a program, so two at a time take little more than half the minutes.
+TWO = ("-n", "2", "--dist", "loadfile")
 STAGES: dict[str, list[Command]] = {
     "lint": [
         tool("ruff", "check", "."),
@@ -40,25 +44,47 @@ STAGES: dict[str, list[Command]] = {
         tool("yamllint", "--strict", "."),
         tool("ansible-lint", "--offline", "-q"),
     ],
-    "unit": [pytest("tests/unit", "tests/golden")],
+    "unit": [pytest(*TWO, "tests/unit", "tests/golden")],
     "cases": [tool("python", "scripts/cases.py")],
     "molecule": [tool("molecule", "test", folder=ROOT / "roles" / role) for role in ROLES],
-    "e2e": [pytest("tests/e2e")],
+    "e2e": [pytest(*TWO, "tests/e2e")],
     "faults": [pytest("tests/faults")],
     "engine": [pytest("tests/engine")],
 }
 
 
+def run(stage: str, command: list[str], folder: Path, environment: Mapping[str, str], aside: bool) -> bool:
+    """Run one command, its output shown at its end when others run beside it; whether it passed."""
+    title = f"\n[{stage}] {' '.join(command).replace(f'{BIN}/', '')} ({folder.relative_to(ROOT)})"
+    # Molecule's own choice is one folder for all checkouts, and what an interrupted test of another one left there.
+    own = {**environment, "MOLECULE_EPHEMERAL_DIRECTORY": str(ROOT / ".artifacts/molecule" / folder.name)}
+    if not aside:
+        print(title, flush=True)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=own,
+        check=False,
+        stdout=subprocess.PIPE if aside else None,
+        stderr=subprocess.STDOUT if aside else None,
+        text=True,
+        errors="replace",
+    )
+    if aside:
+        print(f"{title}\n{done.stdout}", flush=True)
+    return done.returncode == 0
+
+
 def run_stage(name: str) -> bool:
-    """Run the commands of a stage; whether all of them passed."""
+    """Run the commands of a stage, the roles' two at a time; whether all of them passed."""
     # Molecule and ansible-runner look for Ansible's programs on the PATH.
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     environment = dict(os.environ, PATH=path, ANSIBLE_CONFIG=str(ROOT / "ansible.cfg"))
-    for command, folder in STAGES[name]:
-        print(f"\n[{name}] {' '.join(command).replace(f'{BIN}/', '')}", flush=True)
-        if subprocess.run(command, cwd=folder, env=environment, check=False).returncode != 0:
-            return False
-    return True
+    if name == "molecule":
+        with ThreadPoolExecutor(2) as pool:
+            ends = [pool.submit(run, name, command, folder, environment, True) for command, folder in STAGES[name]]
+        return all(end.result() for end in ends)
+    return all(run(name, command, folder, environment, False) for command, folder in STAGES[name])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,9 +6,11 @@ small scripts that start the given interpreter, so that an engine installed anyw
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -97,9 +99,12 @@ class Bed:
 
     def _engine_folder(self) -> None:
         (self.venv / "bin").mkdir(parents=True, exist_ok=True)
+        # A virtualenv finds its packages whatever the environment; so must this, for a load generator with its own.
+        where = self.env.get("PYTHONPATH")
+        found = f"export PYTHONPATH={shlex.quote(where)}\n" if where else ""
         for name, words in {"python": "", "vllm": "-m vllm.entrypoints.cli.main "}.items():
             script = self.venv / "bin" / name
-            script.write_text(f'#!/bin/sh\nexec {self.python} {words}"$@"\n', encoding="utf-8")
+            script.write_text(f'#!/bin/sh\n{found}exec {self.python} {words}"$@"\n', encoding="utf-8")
             script.chmod(0o755)
         records.write_json(self.venv / "swapgate-env.json", self.versions)
 
@@ -178,3 +183,29 @@ def kept_environment(names: list[str], pairs: list[str]) -> dict[str, str]:
             raise BedError(f"--env {pair}: expected NAME=VALUE")
         kept[name] = value
     return kept
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What every program here asks about the machine; `bed_of` reads it."""
+    parser.add_argument("--python", required=True, help="interpreter of an installed vLLM")
+    parser.add_argument("--model", required=True, type=Path, help="model folder with safetensors")
+    parser.add_argument("--out", required=True, type=Path, help="folder for everything that is written")
+    parser.add_argument("--port", type=int, default=8123, help="the next port is used too (default: %(default)s)")
+    parser.add_argument("--gpus", default="0", help="index of the GPU, or empty on a machine without (default: 0)")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--engine-arg", action="append", default=[], metavar="KEY=JSON", help="engine_args of the host")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="the engine's environment")
+    parser.add_argument("--keep", action="append", default=[], metavar="NAME", help="a variable of this shell for it")
+    parser.add_argument("--commit", help="commit of this checkout, where git is not there to ask")
+
+
+def bed_of(options: argparse.Namespace) -> Bed:
+    """The bed below OUT/root that the options of `add_options` describe."""
+    arguments = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in options.engine_arg)}
+    host = {
+        "gpus": [int(word) for word in options.gpus.split(",") if word],
+        "port": options.port,
+        "engine_args": arguments,
+        "env": kept_environment(options.keep, options.env),
+    }
+    return Bed(options.out / "root", options.python, options.model, host, options.max_model_len)

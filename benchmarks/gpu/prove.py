@@ -17,6 +17,8 @@ expected, 1 when something was not (each is printed), 2 when the machine lacks w
     abort      SIGTERM while n-gram loads
     kv         a start with nothing left for the KV cache
     orphan     kill -9 of the supervisor: what holds the GPU then
+    notify     the notify socket goes away during the load: it loads, serves and stops all the same
+    drain      SIGTERM under a stream longer than the drain: gone once the drain is over
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from ansible_collections.swapgate.core.plugins.module_utils import (  # noqa: E4
     topology,
     variants,
 )
-from bed import MODEL_NAME, Bed, BedError, kept_environment  # noqa: E402
+from bed import MODEL_NAME, Bed, BedError, add_options, bed_of  # noqa: E402
 from rows import ROWS, Row  # noqa: E402
 from sampler import Sampler  # noqa: E402
 from service import WATCHDOG_S, Service, Stream, alive, command_of  # noqa: E402
@@ -68,6 +70,8 @@ IDLE_MARGIN_MIB = 200.0
 DRAIN_S = 30
 SHORT_DRAIN_S = 2
 STREAM_TOKENS = 1500
+# After the drain the supervisor gives the engine 6 s for its teardown, then ends it; the rest is the machine's.
+AFTER_DRAIN_S = 10.0
 IDLE_WATCH_S = 1.25 * WATCHDOG_S
 TEXT_LIMIT = 4000
 SMI = {
@@ -560,6 +564,59 @@ def stage_orphan(proof: Proof) -> JsonDict:
     return result
 
 
+def stage_notify(proof: Proof) -> JsonDict:
+    """Nobody listens to the supervisor any more: what serves must not end of it."""
+    variant = proof.variant("baseline")
+    with proof.sampler() as sampler:
+        idle = _idle(sampler)
+        service = proof.service(variant, "notify")
+        loads = service.wait(lambda report: (report.get("load") or {}).get("phase") is not None, READY_LIMIT_S)
+        proof.expect("notify: the load began", loads, True)
+        result: JsonDict = {"idle_mib": idle, "socket_gone_at_s": service.now()}
+        service.notified.close()
+        if _load(proof, service, "notify"):
+            sampler.mark("ready")
+            time.sleep(IDLE_WATCH_S / 2)  # long enough for it to feed a watchdog that is not there
+            result["alive_after_s"] = service.now()
+            proof.expect("notify: exit code while it serves", service.process.poll(), None)
+            result["serving"] = _serving(proof, service, "notify")
+            result["stop"] = _stopped(proof, service, sampler, signal.SIGTERM, service.process.pid, idle)
+            proof.expect("notify: exit code after SIGTERM", result["stop"]["exit_code"], 0)
+        result.update(service.summary())
+        service.close()
+    result["diagnose"] = proof.diagnose(service.log)
+    proof.expect_true("notify: whole log", result["diagnose"]["verdict"] in ("benign", "alive"), result["diagnose"])
+    result["gpu"] = sampler.report()
+    return result
+
+
+def stage_drain(proof: Proof) -> JsonDict:
+    """A stream that the drain is too short for keeps nobody waiting."""
+    variant = proof.variant("baseline", drain_timeout_s=SHORT_DRAIN_S)
+    with proof.sampler() as sampler:
+        idle = _idle(sampler)
+        service = proof.service(variant, "drain")
+        result: JsonDict = {"idle_mib": idle}
+        if _load(proof, service, "drain"):
+            sampler.mark("ready")
+            stream = Stream(variant, proof.options.max_model_len - 64)
+            stream.start()
+            time.sleep(0.7)
+            result["stop"] = _stopped(proof, service, sampler, signal.SIGTERM, service.process.pid, idle)
+            stream.join(120)
+            result["stream_past_the_drain"] = stream.result
+            proof.expect("drain: exit code after SIGTERM", result["stop"]["exit_code"], 0)
+            proof.expect_true("drain: the stream was cut", stream.result["finish_reason"] is None, stream.result)
+            gone = result["stop"].get("supervisor_gone_after_s")
+            limit = SHORT_DRAIN_S + AFTER_DRAIN_S
+            proof.expect_true(f"drain: gone within {limit:.0f} s", gone is not None and gone < limit, gone)
+        result.update(service.summary())
+        service.close()
+    result["diagnose"] = proof.diagnose(service.log)
+    result["gpu"] = sampler.report()
+    return result
+
+
 STAGES: dict[str, Callable[[Proof], JsonDict]] = {
     "smi": stage_smi,
     "preflight": stage_preflight,
@@ -570,6 +627,8 @@ STAGES: dict[str, Callable[[Proof], JsonDict]] = {
     "abort": stage_abort,
     "kv": stage_kv,
     "orphan": stage_orphan,
+    "notify": stage_notify,
+    "drain": stage_drain,
 }
 
 
@@ -592,18 +651,9 @@ def machine(bed: Bed, options: argparse.Namespace) -> JsonDict:
 def options_of(words: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", required=True, help="interpreter of an installed vLLM")
-    parser.add_argument("--model", required=True, type=Path, help="model folder with safetensors")
-    parser.add_argument("--out", required=True, type=Path, help="folder for everything that is written")
-    parser.add_argument("--port", type=int, default=8123, help="the next port is used too (default: %(default)s)")
-    parser.add_argument("--gpus", default="0", help="index of the GPU, or empty on a machine without (default: 0)")
-    parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--engine-arg", action="append", default=[], metavar="KEY=JSON", help="engine_args of the host")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="the engine's environment")
-    parser.add_argument("--keep", action="append", default=[], metavar="NAME", help="a variable of this shell for it")
+    add_options(parser)
     parser.add_argument("--parallel", type=int, default=4, help="preflights at a time (default: %(default)s)")
     parser.add_argument("--rows", type=lambda text: text.split(","), help="only these rows of the preflight")
-    parser.add_argument("--commit", help="commit of this checkout, where git is not there to ask")
     parser.add_argument("--stages", type=lambda text: text.split(","), default=list(STAGES))
     options = parser.parse_args(words)
     unknown = [name for name in options.stages if name not in STAGES]
@@ -620,15 +670,8 @@ def main(words: list[str] | None = None) -> int:
         print("prove: found another user than root, expected root: use sudo", file=sys.stderr)
         return 2
     (options.out / "stages").mkdir(parents=True, exist_ok=True)
-    arguments = {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in options.engine_arg)}
     try:
-        host = {
-            "gpus": [int(word) for word in options.gpus.split(",") if word],
-            "port": options.port,
-            "engine_args": arguments,
-            "env": kept_environment(options.keep, options.env),
-        }
-        bed = Bed(options.out / "root", options.python, options.model, host, options.max_model_len)
+        bed = bed_of(options)
     except BedError as error:
         print(f"prove: {error}", file=sys.stderr)
         return 2

@@ -36,10 +36,14 @@ class ActionModule(ActionBase):
         return status
 
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return `status` once the swap with the given `id` has an outcome; changed when it swapped."""
+        """Return `status` once the swap with the given `id` has an outcome; changed when it swapped.
+
+        With `may_wait`, also when it waits to be confirmed: the new variant serves then, and the outcome is null.
+        """
         super().run(tmp, task_vars)
         task_vars = task_vars or {}
         swap_id = self._task.args.get("id")
+        may_wait = bool(self._task.args.get("may_wait", False))
         if not swap_id:
             raise AnsibleActionFail("follow_swap: argument `id` is missing: the id that `swapgate ask` printed")
         host, display = task_vars["inventory_hostname"], Display()
@@ -59,6 +63,8 @@ class ActionModule(ActionBase):
                 if swap and swap["id"] == swap_id:
                     if swap["outcome"]:
                         return {"changed": swap["outcome"] in ("swapped", "rolled_back", "recovered"), "status": status}
+                    if may_wait and swap["phase"] == "confirm":
+                        return {"changed": True, "status": status}
                     line = progress.line(host, status, time.time())
                     phase = progress.SEPARATOR.join(line.split(progress.SEPARATOR)[:3])
                     if phase != told or now - told_at >= TELL_S:

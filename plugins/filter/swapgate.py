@@ -8,7 +8,14 @@ from typing import Any, Callable
 import yaml
 from ansible.errors import AnsibleFilterError
 from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
-from ansible_collections.swapgate.core.plugins.module_utils import progress, units, variants
+from ansible_collections.swapgate.core.plugins.module_utils import (
+    bench_results,
+    kernel_times,
+    nvidia_packages,
+    progress,
+    units,
+    variants,
+)
 
 PLUGINS = Path(__file__).resolve().parents[1]
 SPEC_FILE = Path(__file__).resolve().parents[2] / "roles/vllm_service/meta/argument_specs.yml"
@@ -56,6 +63,13 @@ class FilterModule:
             "swap_report": lambda status, host: progress.report(host, status),
             "swap_plan": lambda status, host, variant, release: progress.plan(host, status, variant, release),
             "status_table": lambda status, host: progress.status_table(host, status),
+            "profile_table": kernel_times.table,
+            "profile_chart": kernel_times.chart,
+            "gpu_table": lambda report, host: progress.gpu_table(host, report),
+            "collective_table": lambda report, host: progress.collective_table(host, report),
+            "topology_table": lambda report, host: progress.topology_table(host, report),
             "history_table": progress.history_table,
             "preflight_report": progress.preflight_report,
+            "bench_plan": lambda plan, host: bench_results.plan_text(host, plan),
+            "nvidia_plan": nvidia_packages.plan,
         }

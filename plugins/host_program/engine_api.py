@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from typing import Any
 
 from ..module_utils import metrics
@@ -17,9 +18,23 @@ class EngineError(Exception):
     """The engine did not answer as it should; the text says what came instead."""
 
 
-def _connect(bind: str, port: int, limit_s: float) -> http.client.HTTPConnection:
-    address = "127.0.0.1" if bind in ("0.0.0.0", "::", "") else bind
-    return http.client.HTTPConnection(address, port, timeout=limit_s)
+class EngineSilent(EngineError):
+    """No answer within the limit: a dead engine, or one with much to do."""
+
+
+def address(bind: str) -> str:
+    """Where an engine that listens on ``bind`` is reached from this host."""
+    return "127.0.0.1" if bind in ("0.0.0.0", "::", "") else bind
+
+
+def connect(bind: str, port: int, limit_s: float) -> http.client.HTTPConnection:
+    """A connection to the engine on this host, not open yet; ``limit_s`` bounds each wait for bytes."""
+    return http.client.HTTPConnection(address(bind), port, timeout=limit_s)
+
+
+def headers(api_key: str | None) -> dict[str, str]:
+    """Of a request with a JSON body."""
+    return {"Content-Type": "application/json", **({"Authorization": "Bearer " + api_key} if api_key else {})}
 
 
 def request(
@@ -32,16 +47,15 @@ def request(
     limit_s: float = 10.0,
 ) -> str:
     """The body of one answer; EngineError on anything but status 200. ``limit_s`` bounds each wait for bytes."""
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = "Bearer " + api_key
-    connection = _connect(bind, port, limit_s)
+    connection = connect(bind, port, limit_s)
     try:
-        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers(api_key))
         answer = connection.getresponse()
         text = answer.read().decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as error:
-        raise EngineError(f"{method} {path}: {error or type(error).__name__}") from error
+        # Before Python 3.10 a socket's time limit is an error of its own.
+        kind = EngineSilent if isinstance(error, (TimeoutError, socket.timeout)) else EngineError
+        raise kind(f"{method} {path}: {error or type(error).__name__}") from error
     finally:
         connection.close()
     if answer.status != http.HTTPStatus.OK:
@@ -84,3 +98,11 @@ def served_names(bind: str, port: int, api_key: str | None = None, limit_s: floa
 def samples(bind: str, port: int, limit_s: float = 5.0) -> list[metrics.Sample]:
     """The metrics page, parsed."""
     return metrics.parse(request(bind, port, "GET", "/metrics", limit_s=limit_s))
+
+
+def load(bind: str, port: int, limit_s: float) -> dict[str, float | None] | None:
+    """metrics.load of the server's page; None when that does not come."""
+    try:
+        return metrics.load(samples(bind, port, limit_s))
+    except EngineError:
+        return None

@@ -8,6 +8,7 @@ Runs under the Python of the engine's own virtualenv, as the service user, with 
 
     {"ok": bool, "stage": "import"|"arguments"|"config"|"parsers"|"done", "error": str|null, "version": str|null,
      "effective": {"model", "max_model_len", "tensor_parallel_size", "async_scheduling", "cudagraph_mode",
+                   "model_runner": "V1"|"V2"|null where the engine knows only one,
                    "speculative": null | {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max",
                                           "model"}},
      "notices": [str, ...]}
@@ -94,6 +95,7 @@ def _effective(config):
         "tensor_parallel_size": _plain(config.parallel_config.tensor_parallel_size),
         "async_scheduling": _plain(getattr(config.scheduler_config, "async_scheduling", None)),
         "cudagraph_mode": _plain(getattr(config.compilation_config, "cudagraph_mode", None)),
+        "model_runner": {True: "V2", False: "V1"}.get(getattr(config, "use_v2_model_runner", None)),
         "speculative": speculative,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..module_utils import records
+from ..module_utils import records, unit_text
 from . import systemd
 
 JsonDict = dict[str, Any]
@@ -25,7 +25,22 @@ def managed_units(layout: records.Layout) -> list[str]:
     return [variant["unit"] for variant in managed_variants(layout)]
 
 
+def service_user(layout: records.Layout, unit: str) -> str:
+    """The user that an installed unit runs as."""
+    text = (layout.units / unit).read_text(encoding="utf-8")
+    return next(
+        (value for section, key, value in unit_text.parse(text) if (section, key) == ("Service", "User")), "root"
+    )
+
+
+def api_key(layout: records.Layout) -> str | None:
+    """The API key of this host's engines, where they have one."""
+    try:
+        return layout.api_key.read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        return None
+
+
 def active_units(layout: records.Layout) -> list[str]:
     """Those of them that run, start or stop right now."""
-    alive = ("active", "activating", "deactivating", "reloading")
-    return [unit for unit in managed_units(layout) if systemd.show(unit, "ActiveState")["ActiveState"] in alive]
+    return [unit for unit, state in systemd.states(managed_units(layout)).items() if state in systemd.ALIVE]

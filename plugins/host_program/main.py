@@ -6,14 +6,29 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from ..module_utils import records, signatures
-from . import installed, preflight, status, supervisor, systemd, transaction
+from . import (
+    bench,
+    collective_check,
+    decode_profile,
+    engine_api,
+    gpus,
+    installed,
+    preflight,
+    probes,
+    recorder,
+    status,
+    supervisor,
+    systemd,
+    transaction,
+)
 
 EPILOG = """exit codes:
   0  done (for `preflight`: the release may be swapped to)
-  1  the swap failed, or the preflight found a problem
+  1  the swap failed, the preflight found a problem, or what was to be measured could not be
   2  bad usage, or a record that cannot be read
   3  another swap is running
 `supervise` is the main process of an engine's unit; its exit codes are documented in supervisor.py.
@@ -42,11 +57,61 @@ def _preflight(layout: records.Layout, args: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
+def _collective(layout: records.Layout, args: argparse.Namespace) -> int:
+    with transaction.locked(layout, "the collective check"):
+        report = collective_check.check(layout, args.name, args.limit_s)
+    _answer(report)
+    return 0 if report["verdict"] == "ok" else 1
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _record(layout: records.Layout, args: argparse.Namespace) -> int:
+    request = records.read_json(args.request)
+    try:
+        failed = recorder.record(layout, request, args.out, _tell, args.limit_s)
+    except (recorder.RecordingFailed, engine_api.EngineError) as error:
+        _tell(f"swapgate record: {error}. Look at `swapgate status`; what was recorded is in {args.out}.")
+        return 1
+    _answer({"failed": failed, "out": str(args.out)})
+    return 1 if failed else 0
+
+
+def _probe(layout: records.Layout, args: argparse.Namespace) -> int:
+    return probes.command(layout, args.request, args.out, _tell) or _answer({"out": args.out})
+
+
+def _end_orphans(layout: records.Layout, _args: argparse.Namespace) -> int:
+    with transaction.locked(layout, "the end of orphans"):
+        ended = gpus.end_orphans(layout)
+    _answer(ended)
+    return 0 if all(one["ended"] for one in ended) else 1
+
+
+def _bench(layout: records.Layout, args: argparse.Namespace) -> int:
+    asked = bench.Bench(layout, records.read_json(args.request), args.out, _tell, args.unless_watched_s)
+    try:
+        if args.plan:
+            return _answer(asked.plan())
+    except engine_api.EngineError as error:
+        _tell(f"swapgate bench: {error}. Look at `swapgate status`.")
+        return 1
+    load = asked.run()
+    _answer(load)
+    return 0 if load["outcome"] == "measured" else 1
+
+
 def _verify_unit(_layout: records.Layout, args: argparse.Namespace) -> int:
     lines = systemd.verify(args.path)
     for line in lines:
         print(line, file=sys.stderr)
     return 1 if lines else 0
+
+
+def _who(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--by", default=os.environ.get("SUDO_USER") or "root", help="who asks, for the record")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -70,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     ask = commands.add_parser("ask", help="ask for a swap to a staged release and return at once; prints JSON")
     ask.add_argument("release", help="the release's content hash")
-    ask.add_argument("--by", default=os.environ.get("SUDO_USER") or "root", help="who asks, for the record")
+    _who(ask)
     ask.add_argument(
         "--confirm-within",
         type=float,
@@ -82,8 +147,14 @@ def build_parser() -> argparse.ArgumentParser:
         run=lambda layout, args: _answer(transaction.ask(layout, args.release, args.by, args.confirm_within))
     )
 
-    confirm = commands.add_parser("confirm", help="say that the swap which waits for it is wanted")
-    confirm.set_defaults(run=lambda layout, _args: _answer(transaction.confirm(layout)))
+    confirm = commands.add_parser("confirm", help="say that the swap which waits for it is wanted; prints JSON")
+    _who(confirm)
+    confirm.set_defaults(run=lambda layout, args: _answer(transaction.confirm(layout, args.by)))
+
+    decline = commands.add_parser("decline", help="say that it is not: the old variant comes back; prints JSON")
+    decline.add_argument("--because", required=True, metavar="TEXT", help="why, for the record")
+    _who(decline)
+    decline.set_defaults(run=lambda layout, args: _answer(transaction.decline(layout, args.because, args.by)))
 
     swap = commands.add_parser("swap", help="carry out the request; the ExecStart of swapgate-swap.service")
     swap.set_defaults(run=lambda layout, _args: transaction.run_request(layout, _say))
@@ -97,11 +168,64 @@ def build_parser() -> argparse.ArgumentParser:
     show = commands.add_parser("status", help="what serves, what was last good, what a swap does; prints JSON")
     show.set_defaults(run=lambda layout, _args: _answer(status.status(layout)))
 
+    joined = commands.add_parser("topology", help="how the GPUs are joined, and which NCCL settings fit; prints JSON")
+    joined.set_defaults(run=lambda layout, _args: _answer(status.topology(layout)))
+
+    whose = commands.add_parser("gpus", help="who holds each GPU, and orphans of dead engines; prints JSON")
+    whose.set_defaults(run=lambda layout, _args: _answer(gpus.ownership(layout)))
+
+    end = commands.add_parser("end-orphans", help="end processes of engines whose unit is dead; prints JSON")
+    end.set_defaults(run=_end_orphans)
+
+    proof = commands.add_parser(
+        "collective", help="an all-reduce on idle GPUs in a variant's own environment; prints JSON, exit 1 unless ok"
+    )
+    proof.add_argument("name", nargs="?", help="an installed variant or a staged release (default: the last good one)")
+    proof.add_argument("--limit-s", type=float, default=60.0, help="seconds until what still runs is a hang")
+    proof.set_defaults(run=_collective)
+
+    where = commands.add_parser("profile", help="share of decode time by kind of kernel, of what serves; prints JSON")
+    where.add_argument("--steps", type=int, default=32, help="decode steps to profile (default 32)")
+    where.add_argument("--keep", action="store_true", help="leave the traces on the host")
+    where.set_defaults(run=lambda layout, args: _answer(decode_profile.profile(layout, args.steps, args.keep)))
+
     back = commands.add_parser("way-back", help="the release that a roll back would go to; prints JSON")
     back.set_defaults(run=lambda layout, _args: _answer(status.way_back(layout)))
 
+    record = commands.add_parser("record", help="ask the serving engine every prompt of a file, one stream at a time")
+    record.add_argument("request", type=Path, metavar="REQUEST.json", help="its shape is in recorder.py")
+    record.add_argument("out", type=Path, metavar="OUT.jsonl", help="a line an answer; replaced if it is there")
+    record.add_argument("--limit-s", type=float, default=14_400.0, metavar="SECONDS", help="end by then (default 4 h)")
+    record.set_defaults(run=_record)
+
+    measure = commands.add_parser("bench", help="measure what serves with the engine's own load generator; prints JSON")
+    measure.add_argument("request", type=Path, metavar="REQUEST.json", help="its shape is in bench.py")
+    measure.add_argument("out", type=Path, metavar="FOLDER", help="for what comes of it, and FOLDER.tar.gz beside it")
+    measure.add_argument("--plan", action="store_true", help="only time one answer and say how long it will take")
+    measure.add_argument(
+        "--unless-watched-s",
+        type=float,
+        metavar="SECONDS",
+        help="end when nobody ran `swapgate bench-status` for so long (default: never)",
+    )
+    measure.set_defaults(run=_bench)
+
+    found = commands.add_parser("bench-serving", help="what a benchmark would measure now; prints JSON")
+    found.set_defaults(run=lambda layout, _args: _answer(bench.what_serves(layout)))
+
+    watch = commands.add_parser("bench-status", help="how far a benchmark is; prints JSON")
+    watch.add_argument("out", type=Path, metavar="FOLDER")
+    watch.set_defaults(run=lambda _layout, args: _answer(bench.status(args.out)))
+
     history = commands.add_parser("history", help="all ended swaps, oldest first; prints a JSON list")
     history.set_defaults(run=lambda layout, _args: _answer(records.read_history(layout)))
+
+    probe = commands.add_parser(
+        "probe", help="measure what steps that verify drafts cost on a plain engine that serves"
+    )
+    probe.add_argument("request", help="a file; its shape is in probes.py")
+    probe.add_argument("out", help="where the timings go, as JSON, readable by its owner only")
+    probe.set_defaults(run=_probe)
 
     verify = commands.add_parser("verify-unit", help="systemd-analyze verify, where a warning is an error too")
     verify.add_argument("path", help="a unit file")
@@ -118,6 +242,6 @@ def main(argv: list[str] | None = None) -> int:
     except transaction.Busy as error:
         print(f"swapgate: {error}. Wait for it, or look at `swapgate status`.", file=sys.stderr)
         return 3
-    except (records.RecordError, systemd.SystemdError, FileNotFoundError) as error:
+    except (records.RecordError, systemd.SystemdError, OSError) as error:
         print(f"swapgate: {error}", file=sys.stderr)
         return 2

@@ -3,12 +3,15 @@
 The report
     {"schema", "release", "variant", "ok": bool, "problems": [{"check": str, "what": str}],
      "class": null | "config" | "model" | "host" of the first problem,
-     "engine_version": str | null, "effective": {...}, "notices": [str, ...], "cached": bool, "seconds": s}
-``effective`` and ``notices`` come from the engine itself: see engine_check.
+     "engine_version": str | null, "effective": {...}, "notices": [str, ...], "host_notices": [str, ...],
+     "cached": bool, "seconds": s}
+``effective`` and ``notices`` come from the engine itself: see engine_check; ``host_notices`` say what does not fit this
+host and is no reason to refuse.
 """
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import hashlib
 import json
@@ -16,15 +19,18 @@ import os
 import pwd
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar
 
 from ..module_utils import model_manifest, processes, records, units, versions
 from . import gpus, systemd
 
 ENGINE_CHECK_LIMIT_S = 600.0
 LOOK_LIMIT_S = 60.0
+# For reading a model's folder: a mount whose server has gone lets a reader wait for ever.
+MOUNT_LIMIT_S = 30.0
 MIN_FREE_MIB = 1024
 EXCLUSION_DROPIN = "50-swapgate-exclusive.conf"
 ENGINE_MARKER = "swapgate-env.json"
@@ -42,6 +48,7 @@ CLASSES = {
 }
 
 JsonDict = dict[str, Any]
+T = TypeVar("T")
 
 
 def rules_digest() -> str:
@@ -60,6 +67,14 @@ def flag_value(argv: list[str], flag: str) -> str | None:
             return argv[place + 1]
         if word.startswith(flag + "="):
             return word.split("=", 1)[1]
+    return None
+
+
+def flag_json(argv: list[str], flag: str) -> JsonDict | None:
+    """The JSON object after ``flag``; None where there is none."""
+    with contextlib.suppress(ValueError):
+        value = json.loads(flag_value(argv, flag) or "null")
+        return value if isinstance(value, dict) else None
     return None
 
 
@@ -165,6 +180,30 @@ def _model(variant: JsonDict, layout: records.Layout) -> list[str]:
     return problems
 
 
+def within(limit_s: float, folder: str, look: Callable[[], T]) -> T:
+    """What ``look`` finds in a folder; TimeoutError when that takes longer than ``limit_s``.
+
+    A thread that waits for a dead mount cannot be ended. It is left behind, and ends with this process.
+    """
+    found: list[T] = []
+    errors: list[Exception] = []
+
+    def read() -> None:
+        try:
+            found.append(look())
+        except Exception as error:  # raised again below
+            errors.append(error)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(limit_s)
+    if reader.is_alive():
+        raise TimeoutError(f"{folder} did not answer within {limit_s:.0f} s: a mount that hangs? Look at `findmnt -T`.")
+    if errors:
+        raise errors[0]
+    return found[0]
+
+
 def _readable(variant: JsonDict, account: dict[str, Any]) -> list[str]:
     """Whether the service user gets at the model and the interpreter: cheap, so never taken from an earlier report."""
     path = variant["model"]["path"]
@@ -242,7 +281,7 @@ def _disk(layout: records.Layout) -> list[str]:
 
 
 def _enabled(managed: list[str]) -> list[str]:
-    enabled = [unit for unit in managed if systemd.is_enabled(unit)]
+    enabled = systemd.enabled(managed)
     if len(enabled) > 1:
         return [
             "{} are all enabled: at boot they would fight for the GPUs. `systemctl disable` all but one.".format(
@@ -258,7 +297,11 @@ def _unit_file(layout: records.Layout, release: str, variant: JsonDict) -> list[
 
 def service_account(variant: JsonDict, layout: records.Layout, release: str) -> dict[str, Any]:
     """The account of the unit's User= line, as keyword arguments for subprocess."""
-    text = (layout.release(release) / variant["unit"]).read_text(encoding="utf-8")
+    return account_of((layout.release(release) / variant["unit"]).read_text(encoding="utf-8"))
+
+
+def account_of(text: str) -> dict[str, Any]:
+    """The account of a unit file's User= line, as keyword arguments for subprocess."""
     user = next((line[5:] for line in text.splitlines() if line.startswith("User=")), "root")
     entry = pwd.getpwnam(user)
     groups = [group.gr_gid for group in grp.getgrall() if user in group.gr_mem]
@@ -266,7 +309,10 @@ def service_account(variant: JsonDict, layout: records.Layout, release: str) -> 
 
 
 def ask_engine(variant: JsonDict, layout: records.Layout, release: str) -> JsonDict:
-    """The engine's own word on the argv: engine_check's report, as the service user, in the unit's environment."""
+    """The engine's own word on the argv: engine_check's report, as the service user, in the unit's environment.
+
+    Its stage is `silent` where no answer came in time, and `import` where the interpreter did not get as far as one.
+    """
     script = Path(__file__).with_name("engine_check.py")
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **variant["env"]}
     command = [variant["engine"]["venv"] + "/bin/python", str(script)]
@@ -284,14 +330,14 @@ def ask_engine(variant: JsonDict, layout: records.Layout, release: str) -> JsonD
         )
         report = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        return {"ok": False, "error": f"no answer in {ENGINE_CHECK_LIMIT_S:.0f} s"}
+        return {"ok": False, "stage": "silent", "error": f"no answer in {ENGINE_CHECK_LIMIT_S:.0f} s"}
     except (OSError, KeyError) as error:
-        return {"ok": False, "error": f"cannot run {command[0]}: {error}"}
+        return {"ok": False, "stage": "import", "error": f"cannot run {command[0]}: {error}"}
     except (ValueError, IndexError):
         code = done.returncode
         last = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
         how = f"ended of signal {-code}" if code < 0 else f"ended with status {code}"
-        return {"ok": False, "error": f"the engine's interpreter {how}: {last}"}
+        return {"ok": False, "stage": "import", "error": f"the engine's interpreter {how}: {last}"}
     return dict(report)
 
 
@@ -299,9 +345,31 @@ def _hold_against(variant: JsonDict, answer: JsonDict) -> JsonDict:
     """An engine that is not the version that the variant names has not accepted it."""
     said, wanted = answer.get("version"), variant["engine"]["version"]
     if answer["ok"] and (not said or versions.release(said) != versions.release(wanted)):
-        error = f"{variant['engine']['venv']} holds vLLM {said}, expected {wanted}; remove it and run the deploy again"
-        return dict(answer, ok=False, error=error)
+        error = f"{variant['engine']['venv']} holds vLLM {said}, expected {wanted}"
+        return dict(answer, ok=False, stage="import", error=error)
     return answer
+
+
+def _remedy(variant: JsonDict, answer: JsonDict) -> str:
+    """What to do about an answer that is no yes: the engine's virtualenv is at fault, the host's load, or an entry."""
+    if answer["stage"] == "import":
+        return "Remove {} and run the deploy again.".format(variant["engine"]["venv"])
+    if answer["stage"] == "silent":
+        return "See what keeps the host busy, then ask again."
+    return "Correct the variant's or the model's entry."
+
+
+def _trial(variant: JsonDict, effective: JsonDict) -> list[str]:
+    """What keeps a trial's drafting from being changed while it serves, as the engine's own config tells it."""
+    if not variant.get("trial") or effective.get("model_runner") != "V2":
+        return []
+    return [
+        "'{}' is a trial variant and the engine would run it with model runner V2, whose graphs and scheduler fix k at "
+        "the start. Measure each setting as a variant of its own, or give the trial and the variants it stands for "
+        "`env: {{VLLM_USE_V2_MODEL_RUNNER: 0}}`, which measures the V1 runner and its other n-gram rule.".format(
+            variant["name"]
+        )
+    ]
 
 
 def check(layout: records.Layout, release: str, managed: list[str], on_step: Callable[[str], None]) -> JsonDict:
@@ -321,6 +389,7 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
         "engine_version": None,
         "effective": {},
         "notices": [],
+        "host_notices": [],
         "cached": False,
         "seconds": 0.0,
     }
@@ -337,10 +406,17 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
     on_step("rules")
     collect("engine", _engine(variant))
     collect("version", _version(variant))
-    collect("model", _model(variant, layout))
+    try:
+        collect("model", within(MOUNT_LIMIT_S, variant["model"]["path"], lambda: _model(variant, layout)))
+    except TimeoutError as error:
+        collect("host", [str(error)])
     collect("gpus", _gpus(variant))
     if variant["gpus"]:
-        collect("host", gpus.faults(variant["gpus"]))
+        faults, notices = gpus.health(variant["gpus"])
+        collect("host", faults)
+        report["host_notices"] += notices
+        collect("host", gpus.foreign(layout, variant))
+        report["host_notices"] += gpus.collective_notices(variant)
     collect("port", _port(variant, managed))
     collect("disk", _disk(layout))
     collect("enabled", _enabled(managed))
@@ -361,10 +437,11 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
             if answer["ok"]:
                 records.write_json(kept, answer)
         if not answer["ok"]:
-            collect("engine's own parser", ["{}. Correct the variant's or the model's entry.".format(answer["error"])])
+            collect("engine's own parser", ["{}. {}".format(answer["error"], _remedy(variant, answer))])
         report["engine_version"] = answer.get("version")
         report["effective"] = answer.get("effective") or {}
         report["notices"] = answer.get("notices") or []
+        collect("trial", _trial(variant, report["effective"]))
     report["ok"] = not report["problems"]
     if report["problems"]:
         report["class"] = CLASSES.get(report["problems"][0]["check"], "config")

@@ -6,8 +6,8 @@ import contextlib
 import statistics
 from typing import Any
 
-from ..module_utils import metrics, records, units
-from . import engine_api, systemd
+from ..module_utils import metrics, nccl, records, units
+from . import engine_api, gpus, systemd
 from .installed import managed_variants
 
 JsonDict = dict[str, Any]
@@ -57,6 +57,28 @@ def status(layout: records.Layout) -> JsonDict:
         "acceptance": acceptance,
         "usual_seconds_without_service": usual_seconds_without_service(layout),
         "problem": problem,
+    }
+
+
+def topology(layout: records.Layout) -> JsonDict:
+    """How the GPUs are joined, the NCCL settings that fit them, and what of the installed variants does not.
+
+    {"schema", "picture": gpus.picture, "derived": nccl.derive over the GPUs that variants use, or all,
+     "variants": {name: [what does not fit]}}
+    """
+    seen = gpus.picture()
+    matrix, peers = seen["topology"], seen["peers"]
+    variants = managed_variants(layout)
+    used = sorted({index for variant in variants for index in variant["gpus"]})
+    indices = used or [gpu["index"] for gpu in seen["gpus"]] or list(range(matrix["gpus"]))
+    return {
+        "schema": records.SCHEMA,
+        "picture": seen,
+        "derived": nccl.derive(matrix, peers, indices),
+        "variants": {
+            variant["name"]: nccl.compare(variant["env"], variant["argv"], matrix, peers, variant["gpus"])
+            for variant in variants
+        },
     }
 
 

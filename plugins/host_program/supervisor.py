@@ -5,8 +5,8 @@ by this unit's own server, STATUS with the phase of the load, a start limit that
 watchdog fed by tokens, and a failure where the engine exits 0 although it died.
 
 Exit codes: 0 the stop was asked for; 42 another try cannot help (the fault is the variant's or the model's); 69 the
-port is taken; 70 the engine exited 0 unasked; 75 the load stalled or took too long; 128+N the engine died of signal N;
-else the engine's own code.
+port is taken; 70 the engine exited 0 unasked, or was dead and had to be ended; 75 the load stalled or took too long;
+128+N the engine died of signal N; else the engine's own code.
 
 ``load.json`` in the unit's runtime folder, replaced about once a second while it loads
     {"schema", "unit", "variant", "state": "loading" | "ready" | "stopping" | "stopped" | "failed", "pid",
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..module_utils import diagnosis, load_watch, metrics, phases, processes, progress, records
+from ..module_utils import diagnosis, load_watch, phases, processes, progress, records
 from ..module_utils.signatures import Signatures
 from . import engine_api, gpus, systemd
 
@@ -40,6 +40,8 @@ UNASKED_EXIT_0 = 70
 LOAD_TOO_LONG = 75
 
 TICK_S = 0.25
+# While a probe of a load is on its way: its answer is what the service waits for.
+PROBE_TICK_S = 0.05
 TELL_S = 1.0
 TAIL_S = 5.0
 # A load that moved this lately gets more time from systemd. The watch ends a stalled load by itself, at limits that
@@ -50,7 +52,6 @@ WORK_S = 3.0
 TAIL_LINES = 4000
 # A stop during a load: the engine swallows the first SIGTERM, and the second ends it within about 10 s.
 LOADING_TERM_AGAIN_S = 3.0
-TERM_AGAIN_S = 10.0
 KILL_AFTER_S = 10.0
 # After its drain limit the engine ends its own core, but its server then waits for the last connection for ever.
 TEARDOWN_S = 6.0
@@ -58,6 +59,10 @@ PROBE_LIMIT_S = 60.0
 # A server that listens has loaded; when its completions fail this often and this long, more of them will not help.
 PROBE_FAILURES = 5
 PROBE_PATIENCE_S = 15.0
+# An engine that serves prints such lines for a failed request too: it is asked this often at most, and a dead one has
+# this long for its last words.
+DOUBT_EVERY_S = 10.0
+LAST_WORDS_S = 0.5
 # Below this, reads and CPU time are a waiting process's own noise.
 READ_NOISE_BYTES = 1 << 20
 CPU_NOISE = 0.10
@@ -69,6 +74,7 @@ class Probe:
 
     def __init__(self, variant: dict[str, Any], api_key: str | None, max_tokens: int) -> None:
         self.error: str | None = None
+        self.silent = False
         self.served: list[str] = []
         self._thread = threading.Thread(target=self._run, args=(variant, api_key, max_tokens), daemon=True)
         self._thread.start()
@@ -79,7 +85,7 @@ class Probe:
             self.served = engine_api.served_names(bind, port, api_key)
             engine_api.complete(bind, port, name, max_tokens, api_key=api_key, limit_s=PROBE_LIMIT_S)
         except engine_api.EngineError as error:
-            self.error = str(error)
+            self.error, self.silent = str(error), isinstance(error, engine_api.EngineSilent)
 
     @property
     def done(self) -> bool:
@@ -114,6 +120,11 @@ class Supervisor:
         self.stop_asked: float | None = None
         self.signals_sent = 0
         self.probe: Probe | None = None
+        # Of an engine that serves and may be dead by its own log: the completion that decides, since when, and how many
+        # such lines were excused.
+        self.doubt: Probe | None = None
+        self.doubt_at = 0.0
+        self.excused = 0
         self.probe_error = ""
         self.probe_failures = 0
         self.probe_failed_at = 0.0
@@ -124,6 +135,8 @@ class Supervisor:
         self.watchdog_s = int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6
         self.api_key = self._credential("vllm_api_key")
         self.child: subprocess.Popen[bytes] | None = None
+        # Readable once a signal came: a stop that was asked for, or a child's end.
+        self.woken = -1
 
     # --- what the unit gives ---------------------------------------------------------------------------------------
 
@@ -146,8 +159,11 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the engine to its end; returns the exit code of this process."""
+        self.woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._asked_to_stop)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # a handler, so that an exit wakes the loop
         # Workers that lose their parent come to us, not to init: nothing of this unit escapes the stop.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -171,22 +187,27 @@ class Supervisor:
             assert self.child.stdout is not None
             os.set_blocking(self.child.stdout.fileno(), False)
             selector.register(self.child.stdout, selectors.EVENT_READ)
+            selector.register(self.woken, selectors.EVENT_READ)
             while self.child.poll() is None:
-                self._read(selector)
+                waits = self.doubt is not None or (self.probe is not None and self.state == "loading")
+                self._read(selector, PROBE_TICK_S if waits else TICK_S)
                 self._tick(time.monotonic())
-            self._read(selector)
+            self._read(selector, 0.0)
         return self._finish()
 
-    def _read(self, selector: selectors.BaseSelector) -> None:
-        for _ in selector.select(TICK_S):
-            assert self.child is not None and self.child.stdout is not None
+    def _read(self, selector: selectors.BaseSelector, limit_s: float) -> None:
+        """What the engine printed; waited for as long as that, or until a signal comes."""
+        assert self.child is not None and self.child.stdout is not None
+        for ready, _ in selector.select(limit_s):
+            if ready.fd == self.woken:
+                os.read(self.woken, 1 << 10)
+                continue
             try:
                 chunk = os.read(self.child.stdout.fileno(), 1 << 16)
             except BlockingIOError:
                 return
             if not chunk:
                 selector.unregister(self.child.stdout)
-                time.sleep(TICK_S)
                 return
             with contextlib.suppress(BrokenPipeError):
                 sys.stdout.buffer.write(chunk)
@@ -195,8 +216,6 @@ class Supervisor:
             if self.state == "loading":
                 self.watch.feed(text, time.monotonic())
             self._keep(text)
-        if not selector.get_map():
-            time.sleep(TICK_S)
 
     def _keep(self, text: str) -> None:
         lines = (self.partial + text).split("\n")
@@ -220,6 +239,8 @@ class Supervisor:
             return
         if self.state == "loading":
             self._loading(now)
+        elif self.doubt is not None or (self.scanner.wrappers > self.excused and now - self.doubt_at >= DOUBT_EVERY_S):
+            self._doubt(now)
         elif self.watchdog_s and now - self.fed_at >= self.watchdog_s / 4:
             self._feed_watchdog(now)
 
@@ -286,6 +307,7 @@ class Supervisor:
 
     def _ready(self, now: float) -> None:
         self.state = "ready"
+        self.excused = self.scanner.wrappers
         self.ready_after_s = round(now - self.started, 1)
         record = self.watch.record()
         with contextlib.suppress(OSError):
@@ -309,9 +331,8 @@ class Supervisor:
                     systemd.notify("WATCHDOG=1")
                 self.probe = None
             return
-        try:
-            load = metrics.load(engine_api.samples(self.variant["bind"], self.variant["port"], limit_s=2.0))
-        except engine_api.EngineError:
+        load = engine_api.load(self.variant["bind"], self.variant["port"], 2.0)
+        if load is None:
             return
         moved = load["tokens"] is not None and load["tokens"] != self.tokens
         self.tokens = load["tokens"]
@@ -320,6 +341,19 @@ class Supervisor:
             systemd.notify("WATCHDOG=1")
         elif not load["running"] and not load["waiting"]:
             self.probe = Probe(self.variant, self.api_key, 1)
+
+    def _doubt(self, now: float) -> None:
+        """By its log the engine is dead, or one request failed: a completion decides. A dead one's server goes on for
+        seconds and refuses them; one that takes its time may be busy, and is the watchdog's to judge."""
+        if self.doubt is None:
+            self.doubt, self.doubt_at = Probe(self.variant, self.api_key, 1), now
+            self.excused = self.scanner.wrappers
+        elif self.doubt.done and now - self.doubt_at >= LAST_WORDS_S:
+            if self.doubt.error is not None and not self.doubt.silent:
+                self._fail("the engine died after it served, by its own log", "unknown", UNASKED_EXIT_0)
+                self._name_cause()
+                self._end(now)
+            self.doubt = None
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -335,10 +369,12 @@ class Supervisor:
     def _press(self, now: float) -> None:
         """TERM and KILL, with a second TERM where it helps; a served engine gets its whole drain before the KILL."""
         assert self.child is not None
-        if self.ready_after_s is not None and self.failure is None:
-            due = [(0.0, signal.SIGTERM), (float(self.variant["drain_timeout_s"]) + TEARDOWN_S, signal.SIGKILL)]
+        if self.ready_after_s is not None:
+            # What is dead has nothing to drain.
+            drain_s = 0.0 if self.failure else float(self.variant["drain_timeout_s"])
+            due = [(0.0, signal.SIGTERM), (drain_s + TEARDOWN_S, signal.SIGKILL)]
         else:
-            again = LOADING_TERM_AGAIN_S if self.ready_after_s is None else TERM_AGAIN_S
+            again = LOADING_TERM_AGAIN_S
             due = [(0.0, signal.SIGTERM), (again, signal.SIGTERM), (again + KILL_AFTER_S, signal.SIGKILL)]
         waited = now - (self.stop_asked or now)
         if self.signals_sent < len(due) and waited >= due[self.signals_sent][0]:
@@ -387,18 +423,11 @@ class Supervisor:
     def _explain(self, returncode: int | None) -> int:
         if returncode is None:
             return self.exit_code or 1
-        found = diagnosis.diagnose(list(self.tail), self.signatures)
         if self.failure is None:
             how = f"with status {returncode}" if returncode >= 0 else f"of signal {-returncode}"
             when = "after it served" if self.ready_after_s is not None else "during the load"
             self.failure = {"what": f"the engine ended {how} {when}"}
-        # Where the log shows no failure, only its end is worth telling: the cause is ours.
-        telling = ("root_cause", "signature", "remedy") if found["verdict"] == "fatal" else ()
-        self.failure.update({key: found[key] for key in (*telling, "context", "phase") if found.get(key)})
-        if found.get("class") and self.failure.get("class") in (None, "unknown"):
-            # What served was configured well enough: then only a recognised cause may say otherwise.
-            guessed = self.ready_after_s is not None and not self._recognised()
-            self.failure["class"] = "unknown" if guessed else found["class"]
+        self._name_cause()
         if self.exit_code is not None:
             return self.exit_code
         if self.ready_after_s is None and self.failure.get("class") in ("config", "model") and self._recognised():
@@ -406,6 +435,18 @@ class Supervisor:
         if returncode == 0:
             return UNASKED_EXIT_0
         return returncode if returncode > 0 else 128 - returncode
+
+    def _name_cause(self) -> None:
+        """What the engine's last lines say about the failure."""
+        assert self.failure is not None
+        found = diagnosis.diagnose(list(self.tail), self.signatures)
+        # Where the log shows no failure, only its end is worth telling: the cause is ours.
+        telling = ("root_cause", "signature", "remedy") if found["verdict"] == "fatal" else ()
+        self.failure.update({key: found[key] for key in (*telling, "context", "phase") if found.get(key)})
+        if found.get("class") and self.failure.get("class") in (None, "unknown"):
+            # What served was configured well enough: then only a recognised cause may say otherwise.
+            guessed = self.ready_after_s is not None and not self._recognised()
+            self.failure["class"] = "unknown" if guessed else found["class"]
 
     def _recognised(self) -> bool:
         """Whether the failure's signature names a cause; the class of anything else is a guess."""

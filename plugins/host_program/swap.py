@@ -1,7 +1,7 @@
 """One swap: from the variant that serves to another release, or back. The only place that starts or stops an engine.
 
     preflight (the old variant serves) -> way back -> stop -> install -> free -> start -> watch -> probe -> soak
-    -> commit; any failure after the stop: roll back, and prove that the last good variant answers
+    [-> confirm] -> commit; any failure after the stop: roll back, and prove that the last good variant answers
 
 Every step first writes its name into the state file, so that whatever kills the swap, `settle` knows where it was.
 """
@@ -11,19 +11,27 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import subprocess
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
-from ..module_utils import diagnosis, metrics, processes, records, signatures, units
-from . import engine_api, gpus, preflight, systemd
-from .installed import active_units, managed_units, managed_variants
+from ..module_utils import diagnosis, processes, records, signatures, units
+from . import collective, collective_check, engine_api, gpus, preflight, shared_memory, systemd
+from .installed import active_units, api_key, managed_units, managed_variants, service_user
 
 JsonDict = dict[str, Any]
 
-POLL_S = 0.5
+POLL_S = 0.25
+# Of a stop: it is without service, and mostly short.
+STOP_POLL_S = 0.05
+# How often the supervisor's own word on a load is looked at: a file, and much cheaper than systemd.
+LOAD_POLL_S = 0.05
+# For the metrics of a server, between two looks at a unit.
+LOOK_LIMIT_S = 1.0
 # Beyond the unit's own limits, which systemd enforces.
 GRACE_S = 30.0
 PROBE_LIMIT_S = 120.0
@@ -33,6 +41,12 @@ SOAK_PROBE_FACTOR = 3.0
 SOAK_PROBE_FLOOR_S = 10.0
 # One failed probe in a soak may be a busy moment; two in a row are a fault.
 SOAK_FAILURES = 2
+# For the all-reduce before a load, once its ranks have imported torch.
+LINKS_LIMIT_S = 60.0
+# While a person decides, an engine whose tokens stand still is asked this often.
+CONFIRM_PROBE_EVERY_S = 15.0
+# After one probe without an answer, or tokens that stand still under load: a long prompt must not look like a hang.
+CONFIRM_LAST_PROBE_S = 45.0
 # What any step can end with besides SwapFailed.
 STEP_ERRORS = (systemd.SystemdError, records.RecordError, OSError, subprocess.SubprocessError, KeyError)
 
@@ -64,6 +78,8 @@ class Swap:
         self._phase_started = time.monotonic()
         self._asked_unix = time.time()
         self._probe_s = 0.0
+        # What the target stood on when the preflight looked at it.
+        self._looked_at: JsonDict = {}
         # On the way back the service comes before its record.
         self._may_lose_record = False
 
@@ -117,24 +133,36 @@ class Swap:
         """Put a release's unit and data in place, and say anew which units exclude each other."""
         variant = preflight.load_release(self.layout, release)
         folder = self.layout.release(release)
-        records.write_atomic(
-            self.layout.units / variant["unit"], (folder / variant["unit"]).read_text(encoding="utf-8")
-        )
+        wanted = {self.layout.units / variant["unit"]: (folder / variant["unit"]).read_text(encoding="utf-8")}
         records.write_json(self.layout.variants / (variant["name"] + ".json"), variant)
-        shares = units.exclusions(managed_variants(self.layout))
-        for unit, others in shares.items():
+        known = managed_variants(self.layout)
+        if variant["unit"] not in [one["unit"] for one in known]:
+            known.append(variant)
+        for unit, others in units.exclusions(known).items():
             dropin = self.layout.units / (unit + ".d") / preflight.EXCLUSION_DROPIN
-            text = units.exclusion_dropin(others)
-            if not dropin.exists() or dropin.read_text(encoding="utf-8") != text:
-                records.write_atomic(dropin, text)
-        systemd.systemctl("daemon-reload")
+            wanted[dropin] = units.exclusion_dropin(others)
+        changed = {
+            file: text for file, text in wanted.items() if not file.exists() or file.read_text(encoding="utf-8") != text
+        }
+        for file, text in changed.items():
+            records.write_atomic(file, text)
+        # Something may have been written, and the writer killed, before systemd read it.
+        if changed or systemd.stale([one["unit"] for one in known]):
+            systemd.systemctl("daemon-reload")
         return variant
+
+    def tell_systemd(self) -> None:
+        """systemd's own picture of what starts at boot follows the links, once the outcome is on record."""
+        try:
+            systemd.systemctl("daemon-reload")
+        except systemd.SystemdError as error:
+            self.say(f"systemd does not know yet what starts at boot: {error}")
 
     def stop_all(self, limit_s: float) -> None:
         """Stop every engine unit that is up, and count its streams. A stop that ends `failed` is still a stop."""
         running = active_units(self.layout)
-        for unit in running:
-            systemd.systemctl("stop", "--no-block", unit)
+        if running:
+            systemd.systemctl("stop", "--no-block", *running)
         deadline = time.monotonic() + limit_s
         streams: float | None = None
         while active_units(self.layout):
@@ -146,9 +174,9 @@ class Swap:
                     "host",
                 )
             streams = self._running_requests(streams)
-            time.sleep(POLL_S)
-        for unit in running:
-            systemd.systemctl("reset-failed", unit, check=False)
+            time.sleep(STOP_POLL_S)
+        if running:
+            systemd.systemctl("reset-failed", *running, check=False)
         if streams is not None and self.swap["streams"] is not None:
             self.swap["streams"]["lost"] = int(streams)
 
@@ -157,23 +185,32 @@ class Swap:
         for variant in managed_variants(self.layout):
             if all(holder.unit != variant["unit"] for holder in processes.port_holders(variant["port"])):
                 continue
-            with contextlib.suppress(engine_api.EngineError):
-                load = metrics.load(engine_api.samples(variant["bind"], variant["port"], limit_s=1.0))
+            load = engine_api.load(variant["bind"], variant["port"], LOOK_LIMIT_S)
+            if load is not None:
                 return (load["running"] or 0.0) + (load["waiting"] or 0.0)
         return before
 
+    @staticmethod
+    def _tokens(variant: JsonDict) -> float | None:
+        """Every token that the variant's server has worked on so far; None where it does not tell."""
+        return (engine_api.load(variant["bind"], variant["port"], LOOK_LIMIT_S) or {}).get("tokens")
+
     def wait_free(self, variant: JsonDict) -> None:
-        """Wait until the port and every GPU of the variant are free; name who holds them when they do not get so."""
+        """Wait until the port and every GPU of the variant are free; name who holds them when they do not get so.
+
+        Whatever is left of an engine's unit holds its memory until it is gone, be it too little to count as busy.
+        """
         deadline = time.monotonic() + variant["free_timeout_s"]
+        watch = gpus.FreeWatch(self.layout, variant)
         while True:
             taken = [str(holder) for holder in processes.port_holders(variant["port"])]
             blocked = ["port {} is held by {}".format(variant["port"], holder) for holder in taken]
-            if variant["gpus"]:
-                verdict = gpus.judge(variant["gpus"], variant["free_memory_mib"])
-                if not verdict["verdict"].startswith("accept"):
-                    blocked += verdict["reasons"]
+            blocked += [f"{process} is not gone" for process in processes.members(managed_units(self.layout))]
+            blocked += watch.blocked(time.monotonic())
             if not blocked:
                 return
+            if watch.hopeless:
+                raise SwapFailed("the GPUs never get free ({}): {}".format(watch.hopeless, "; ".join(blocked)), "host")
             if time.monotonic() > deadline:
                 raise SwapFailed(
                     "not free after {} s: {}".format(variant["free_timeout_s"], "; ".join(blocked)),
@@ -181,6 +218,14 @@ class Swap:
                     remedy="End what holds it, then run the deploy again.",
                 )
             time.sleep(POLL_S)
+
+    def prove_links(self, release: str) -> None:
+        """An all-reduce over the GPUs that are free now: a hang costs a minute here, and a whole load after it."""
+        report = collective_check.check(self.layout, release, LINKS_LIMIT_S)
+        self.say("links: {verdict}: {what}".format(**report))
+        if report["verdict"] in collective.FAULTS:
+            what = "the links between the GPUs: {verdict}: {what}".format(**report)
+            raise SwapFailed(what, "host", remedy=report["remedy"])
 
     def start(self, variant: JsonDict) -> None:
         """Ask for the start; the wait is `watch`."""
@@ -217,7 +262,16 @@ class Swap:
                 raise self.explain(variant, f"{unit} was asked to start and stayed {active}")
             if time.monotonic() > deadline:
                 raise self.explain(variant, "{} is not ready after {} s".format(unit, variant["load_timeout_s"]))
-            time.sleep(POLL_S)
+            self._pause(unit)
+
+    def _pause(self, unit: str) -> None:
+        """Until systemd is worth asking again: for one poll, or until the supervisor says that the load is over."""
+        end = time.monotonic() + POLL_S
+        while time.monotonic() < end:
+            time.sleep(LOAD_POLL_S)
+            report = records.read_if_there(self.layout.unit_runtime(unit) / "load.json") or {}
+            if report.get("state", "loading") != "loading":
+                return
 
     def explain(self, variant: JsonDict, what: str) -> SwapFailed:
         """A failure with what the supervisor found out about it."""
@@ -231,10 +285,6 @@ class Swap:
             if found.get(key):
                 failed.cause[key] = found[key]
         return failed
-
-    def _api_key(self) -> str | None:
-        file = self.layout.api_key
-        return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
     def probe(self, variant: JsonDict, limit_s: float = PROBE_LIMIT_S) -> str:
         """One greedy answer by a process of this very unit; returns its text."""
@@ -252,7 +302,7 @@ class Swap:
                 variant["bind"],
                 variant["port"],
                 variant["model"]["served_name"],
-                api_key=self._api_key(),
+                api_key=api_key(self.layout),
                 limit_s=limit_s,
             )
         except engine_api.EngineError as error:
@@ -283,12 +333,10 @@ class Swap:
         next_probe = time.monotonic() + SOAK_PROBE_EVERY_S
         while True:
             over = time.monotonic() >= end
-            now = systemd.show(variant["unit"], "ActiveState", "NRestarts", "Result")
-            if now["ActiveState"] != "active" or now["NRestarts"] not in ("", "0"):
-                raise self.explain(variant, "{} died in its soak (result {})".format(variant["unit"], now["Result"]))
+            self._check_up(variant, "died in its soak")
             if over or time.monotonic() >= next_probe:
                 try:
-                    self.probe(variant, max(SOAK_PROBE_FLOOR_S, SOAK_PROBE_FACTOR * self._probe_s))
+                    self.probe(variant, self._quick_s())
                     if over:
                         return
                     failures = 0
@@ -297,11 +345,24 @@ class Swap:
                     if failures >= SOAK_FAILURES:
                         raise
                 next_probe = time.monotonic() + SOAK_PROBE_EVERY_S
-            time.sleep(POLL_S)
+            time.sleep(min(POLL_S, max(LOAD_POLL_S, end - time.monotonic())))
+
+    def _quick_s(self) -> float:
+        """How long a later probe may take, by the first one's pace."""
+        return max(SOAK_PROBE_FLOOR_S, SOAK_PROBE_FACTOR * self._probe_s)
+
+    def _check_up(self, variant: JsonDict, how: str) -> None:
+        """SwapFailed that says ``how`` unless the unit still runs, never restarted."""
+        now = systemd.show(variant["unit"], "ActiveState", "NRestarts", "Result")
+        if now["ActiveState"] != "active" or now["NRestarts"] not in ("", "0"):
+            hung = ": no token and no answer for the time of its watchdog" if now["Result"] == "watchdog" else ""
+            raise self.explain(variant, "{} {} (result {}{})".format(variant["unit"], how, now["Result"], hung))
 
     def commit(self, variant: JsonDict, release: str, answer: str) -> None:
         """From here on this release is the last good one, and the only one that starts at boot."""
         systemd.enable_only(variant["unit"], managed_units(self.layout))
+        self._check_up(variant, "is gone at its commit")
+        before = self.state["last_good"]
         self.state["last_good"] = {
             "variant": variant["name"],
             "unit": variant["unit"],
@@ -311,6 +372,11 @@ class Swap:
             "identity": preflight.identity(variant, self.layout),
         }
         self.save()
+        try:  # what somebody stopped while it was written down is not good
+            self._check_up(variant, "is gone at its commit")
+        except SwapFailed:
+            self.state["last_good"] = before
+            raise
 
     # --- forward and back ------------------------------------------------------------------------------------------
 
@@ -320,6 +386,14 @@ class Swap:
         variant = self.install(release)
         self.phase(prefix + "free")
         self.wait_free(variant)
+        if not variant.get("private_shm", True):
+            user = service_user(self.layout, variant["unit"])
+            shared_memory.remove_stale(pwd.getpwnam(user).pw_uid, self.say)
+        if not prefix:
+            self._check_unchanged(variant)
+            if variant.get("prove_links"):
+                self.phase("links")
+                self.prove_links(release)
         self.phase(prefix + "start")
         self.start(variant)
         self.phase(prefix + "watch")
@@ -358,18 +432,23 @@ class Swap:
             self.stop_all(self._stop_limit_s())
             target = self.swap["to"]["unit"]
             if good is None or good["unit"] != target:
-                systemd.systemctl("disable", "--quiet", target, check=False)
+                systemd.systemctl("disable", "--quiet", "--no-reload", target, check=False)
             if good is None:
                 self.end("failed", dict(cause, remedy=cause.get("remedy") or "No earlier variant to go back to."))
+                self.tell_systemd()
                 return
             self.bring_up(good["release"], "rollback-")
             systemd.enable_only(good["unit"], managed_units(self.layout))
+            changed = self._changed_below(good, preflight.load_release(self.layout, good["release"]))
+            if changed:
+                cause = dict(cause, remedy=_and_then(cause.get("remedy"), good["variant"], changed))
         except (SwapFailed, *STEP_ERRORS) as error:
             if not self._left_to_boot():
                 self.swap["rollback_cause"] = as_cause(error, self.swap["phase"])
                 self.end("failed", cause)
             return
         self.end(outcome, cause)
+        self.tell_systemd()
 
     def _left_to_boot(self) -> bool:
         """While the host goes down nothing can be started: the record stays unfinished, and `recover` settles it."""
@@ -385,8 +464,9 @@ class Swap:
         good = self.state["last_good"]
         if not self.swap["stopped_old"]:
             self.end("refused", cause)
-        elif good and good["release"] == self.swap["to"]["release"] and phase == "commit":
+        elif good and good["release"] == self.swap["to"]["release"] and phase == "commit" and self._runs(good["unit"]):
             self.end("swapped")
+            self.tell_systemd()
         else:
             self.roll_back(cause, "recovered")
 
@@ -407,14 +487,16 @@ class Swap:
             self.phase("soak")
             self.soak(variant)
             if confirm_within_s:
+                self.swap["confirm_within_s"] = confirm_within_s
                 self.phase("confirm")
-                self.wait_confirmed(confirm_within_s)
+                self.wait_confirmed(variant, confirm_within_s)
             self.phase("commit")
             self.commit(variant, release, answer)
         except (SwapFailed, *STEP_ERRORS) as error:
             self.roll_back(as_cause(error, self.swap["phase"]))
             return
         self.end("swapped")
+        self.tell_systemd()
 
     def _before_the_stop(self, release: str) -> JsonDict | None:
         """Everything that can refuse a swap; the variant to swap to, or None when it serves already."""
@@ -429,15 +511,49 @@ class Swap:
             return None
         self.phase("way back")
         self._check_way_back(release)
+        self._looked_at = preflight.identity(variant, self.layout)
         return variant
 
-    def wait_confirmed(self, limit_s: float) -> None:
-        """A person must say that the new variant is wanted, or the old one comes back."""
+    def _check_unchanged(self, variant: JsonDict) -> None:
+        """The preflight's word is about what it saw: an engine that was upgraded meanwhile is another one."""
+        now = preflight.identity(variant, self.layout)
+        for part in ("engine", "model"):
+            if self._looked_at.get(part) != now[part]:
+                raise SwapFailed(
+                    "the {} of '{}' was changed since its preflight".format(part, variant["name"]),
+                    "operator",
+                    remedy="Let the change end, then run the deploy again.",
+                )
+
+    def wait_confirmed(self, variant: JsonDict, limit_s: float) -> None:
+        """A person must say that the new variant is wanted, or the old one comes back.
+
+        A variant that dies meanwhile, or gives no answer, goes back at once. One whose tokens move answers others and
+        is not asked besides, and a trial variant never: there somebody measures.
+        """
         deadline = time.monotonic() + limit_s
+        next_probe = time.monotonic() + CONFIRM_PROBE_EVERY_S
+        failures = 0
+        tokens: float | None = None
         while time.monotonic() < deadline:
             said = records.read_if_there(self.layout.confirmation) or {}
             if said.get("id") == self.swap["id"]:
-                return
+                if said.get("declined") is None:
+                    return
+                raise SwapFailed("declined by {by}: {declined}".format(**said), "operator")
+            self._check_up(variant, "died while it waited to be confirmed")
+            if time.monotonic() >= next_probe and not variant.get("trial"):
+                try:
+                    before, tokens = tokens, self._tokens(variant)
+                    if None in (before, tokens) or tokens == before:
+                        self.probe(variant, CONFIRM_LAST_PROBE_S if failures else self._quick_s())
+                        tokens = self._tokens(variant)
+                    failures = 0
+                except SwapFailed:
+                    failures += 1
+                    if failures >= SOAK_FAILURES:
+                        raise
+                next_probe = time.monotonic() + (SOAK_PROBE_EVERY_S if failures else CONFIRM_PROBE_EVERY_S)
             time.sleep(POLL_S)
         raise SwapFailed(
             f"nobody confirmed the swap within {limit_s:.0f} s",
@@ -449,7 +565,7 @@ class Swap:
         good = self.state["last_good"]
         if not good or good["release"] != release:
             return False
-        if systemd.show(variant["unit"], "ActiveState")["ActiveState"] != "active":
+        if not self._runs(variant["unit"]):
             return False
         if self._drifted(release, variant) or not systemd.is_enabled(variant["unit"]):
             return False
@@ -459,6 +575,10 @@ class Swap:
             self.probe(variant)
             return True
         return False
+
+    @staticmethod
+    def _runs(unit: str) -> bool:
+        return systemd.show(unit, "ActiveState")["ActiveState"] == "active"
 
     def _drifted(self, release: str, variant: JsonDict) -> str | None:
         """The installed file that is not the release's any more, if any."""
@@ -489,7 +609,7 @@ class Swap:
         except records.RecordError as error:
             raise SwapFailed(f"the way back is broken: {error}", "host", remedy=again) from error
         for file, kind in ((variant["argv"][0], "host"), (variant["model"]["path"] + "/config.json", "model")):
-            if not os.path.exists(file):
+            if not preflight.within(preflight.MOUNT_LIMIT_S, os.path.dirname(file), partial(os.path.exists, file)):
                 raise SwapFailed(
                     f"the way back is broken: {file} of the last good variant '{name}' is gone",
                     kind,
@@ -527,6 +647,14 @@ def as_cause(error: Exception, phase: str | None) -> JsonDict:
     return dict(cause, phase=cause["phase"] or phase)
 
 
+def _and_then(remedy: str | None, name: str, changed: str) -> str:
+    """A remedy, and what to do about a way back that led to something else than what was left."""
+    more = (
+        f"'{name}' came back on another {changed} than it last served on: deploy it, so that it is proven on this one."
+    )
+    return f"{remedy} {more}" if remedy else more
+
+
 def new_swap(to: JsonDict, good: JsonDict | None, owner: str, swap_id: str | None = None) -> JsonDict:
     """A SWAP that has not begun."""
     return {
@@ -548,6 +676,7 @@ def new_swap(to: JsonDict, good: JsonDict | None, owner: str, swap_id: str | Non
         "rollback_cause": None,
         "ended_unix": None,
         "preflight": None,
+        "confirm_within_s": None,
     }
 
 

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 SYSTEMCTL_LIMIT_S = 30.0
 SHOW_PATIENCE_S = 6.0
 SHOW_POLL_S = 0.3
+ENABLED = ("enabled", "enabled-runtime")
+# States of a unit that has processes.
+ALIVE = ("active", "activating", "deactivating", "reloading")
 
 
 class SystemdError(Exception):
@@ -45,21 +48,44 @@ def systemctl(*words: str, limit_s: float | None = SYSTEMCTL_LIMIT_S, check: boo
 
 def show(unit: str, *properties: str) -> dict[str, str]:
     """The named properties of a unit, as systemd prints them. Asked again while systemd re-executes itself."""
+    return _show([unit], properties)[0]
+
+
+def states(units: Sequence[str]) -> dict[str, str]:
+    """The ActiveState of each unit, in one call."""
+    found = _show(units, ("ActiveState",)) if units else []
+    return {unit: each["ActiveState"] for unit, each in zip(units, found)}
+
+
+def _show(units: Sequence[str], properties: Sequence[str]) -> list[dict[str, str]]:
     deadline = time.monotonic() + SHOW_PATIENCE_S
     while True:
         try:
-            text = systemctl("show", unit, "--property=" + ",".join(properties))
+            text = systemctl("show", *units, "--property=" + ",".join(properties))
             break
         except SystemdError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(SHOW_POLL_S)
-    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    return [dict(line.split("=", 1) for line in part.splitlines() if "=" in line) for part in text.split("\n\n")]
 
 
 def is_enabled(unit: str) -> bool:
     """Whether the unit starts at boot."""
-    return systemctl("is-enabled", unit, check=False).strip() in ("enabled", "enabled-runtime")
+    return systemctl("is-enabled", unit, check=False).strip() in ENABLED
+
+
+def enabled(units: Sequence[str]) -> list[str]:
+    """Those of these units that start at boot, in one call."""
+    answers = systemctl("is-enabled", *units, check=False).split() if units else []
+    if len(answers) != len(units):  # a unit whose file has gone has no answer
+        return [unit for unit in units if is_enabled(unit)]
+    return [unit for unit, answer in zip(units, answers) if answer in ENABLED]
+
+
+def stale(units: Sequence[str]) -> bool:
+    """Whether the files of one of these units changed since systemd read them."""
+    return any(each["NeedDaemonReload"] == "yes" for each in _show(units, ("NeedDaemonReload",))) if units else False
 
 
 def going_down() -> bool:
@@ -86,20 +112,9 @@ def verify(path: str) -> list[str]:
     return lines
 
 
-def journal(unit: str, since_unix: float, most: int = 200) -> list[str]:
-    """The last lines of a unit's journal since a time: its own output and what systemd said about it."""
+def _journalctl(*words: str) -> list[str]:
     done = subprocess.run(
-        [
-            "journalctl",
-            "--no-pager",
-            "--output=cat",
-            "--unit",
-            unit,
-            "--lines",
-            str(most),
-            "--since",
-            f"@{since_unix - 1:.0f}",
-        ],
+        ["journalctl", "--no-pager", "--output=cat", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         check=False,
@@ -110,9 +125,22 @@ def journal(unit: str, since_unix: float, most: int = 200) -> list[str]:
     return done.stdout.splitlines()
 
 
+def journal(unit: str, since_unix: float, most: int = 200) -> list[str]:
+    """The last lines of a unit's journal since a time: its own output and what systemd said about it."""
+    return _journalctl("--unit", unit, "--lines", str(most), "--since", f"@{since_unix - 1:.0f}")
+
+
+def kernel_log() -> list[str]:
+    """The kernel's messages since boot; empty where they cannot be read."""
+    try:
+        return _journalctl("--dmesg", "--boot")
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+
+
 def enable_only(unit: str, others: Sequence[str]) -> None:
-    """Make ``unit`` the only one of these units that starts at boot."""
-    systemctl("enable", "--quiet", unit)
-    for other in others:
-        if other != unit and is_enabled(other):
-            systemctl("disable", "--quiet", other)
+    """Make ``unit`` the only one of these units that starts at boot. systemd reads that at its next daemon-reload."""
+    systemctl("enable", "--quiet", "--no-reload", unit)
+    gone = enabled([other for other in others if other != unit])
+    if gone:
+        systemctl("disable", "--quiet", "--no-reload", *gone)

@@ -72,13 +72,20 @@ def _let_it_end(layout: records.Layout) -> None:
 def ask(layout: records.Layout, release: str, owner: str, confirm_within_s: float = 0.0) -> JsonDict:
     """Ask for a swap to a staged release and return at once: {"id", "attached": bool}.
 
-    The same release as that of the running swap attaches to it; another one is Busy.
+    The same release as that of the running swap attaches to it; another one is Busy. A trial variant is taken only with
+    a time to go back within: RecordError.
     """
     _let_it_end(layout)
     try:
         with locked(layout, owner):
             records.read_state(layout)
             variant = preflight.load_release(layout, release)
+            if variant.get("trial") and not confirm_within_s:
+                raise records.RecordError(
+                    "'{}' is a trial variant: it may serve for a while and never stays. Found no time to go back "
+                    "within, expected one. Ask again with --confirm-within SECONDS (a deploy: -e "
+                    "confirm_within_s=SECONDS)".format(variant["name"])
+                )
             if systemd.show(SWAP_UNIT, "ActiveState")["ActiveState"] in UNDER_WAY:
                 raise Busy("a swap was asked for a moment ago")
             request = {
@@ -95,6 +102,11 @@ def ask(layout: records.Layout, release: str, owner: str, confirm_within_s: floa
     except Busy:
         running = records.read_if_there(layout.request) or {}
         if running.get("release") != release:
+            swap = records.read_state(layout)["swap"]
+            if swap and swap["phase"] == "confirm":
+                raise Busy(
+                    "the swap to '{variant}' waits for `swapgate confirm` or `swapgate decline`".format(**swap["to"])
+                ) from None
             raise
         return {"id": running["id"], "attached": True}
     return {"id": request["id"], "attached": False}
@@ -174,16 +186,43 @@ def recover(layout: records.Layout, say: Callable[[str], None]) -> int:
     systemd.enable_only(variant["unit"], managed_units(layout))
     systemd.systemctl("start", "--no-block", variant["unit"])
     swap.end("recovered", cause)
+    swap.tell_systemd()
     return 0
 
 
-def confirm(layout: records.Layout) -> JsonDict:
-    """Say that the swap in phase `confirm` is wanted; RecordError when none waits."""
-    swap = records.read_state(layout)["swap"]
-    if not swap or swap["phase"] != "confirm":
-        raise records.RecordError("no swap waits to be confirmed")
-    records.write_json(layout.confirmation, {"id": swap["id"]})
+def confirm(layout: records.Layout, by: str) -> JsonDict:
+    """Say that the swap in phase `confirm` is wanted: {"id"}. RecordError when none waits, or a trial variant does."""
+    swap = _waiting(layout)
+    if preflight.load_release(layout, swap["to"]["release"]).get("trial"):
+        raise records.RecordError(
+            "'{variant}' is a trial variant and cannot be confirmed. End the trial with `swapgate decline --because "
+            "TEXT`, then deploy the variant that it stands for".format(**swap["to"])
+        )
+    records.write_json(layout.confirmation, {"id": swap["id"], "by": by, "declined": None})
     return {"id": swap["id"]}
+
+
+def decline(layout: records.Layout, because: str, by: str) -> JsonDict:
+    """Say that the swap in phase `confirm` is not wanted: it goes back at once. {"id"}; RecordError when none waits."""
+    swap = _waiting(layout)
+    records.write_json(layout.confirmation, {"id": swap["id"], "by": by, "declined": because})
+    return {"id": swap["id"]}
+
+
+def _waiting(layout: records.Layout) -> JsonDict:
+    swap: JsonDict | None = records.read_state(layout)["swap"]
+    if not swap or swap["phase"] != "confirm":
+        raise records.RecordError(
+            "no swap waits to be confirmed: {}".format(
+                "the last one, to '{}', {}".format(
+                    swap["to"]["variant"],
+                    f"ended {swap['outcome']}" if swap["outcome"] else f"is in phase {swap['phase']}",
+                )
+                if swap
+                else "none has run on this host"
+            )
+        )
+    return swap
 
 
 def forget_releases(layout: records.Layout, state: JsonDict, keep: int = 10) -> None:

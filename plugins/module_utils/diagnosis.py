@@ -57,6 +57,10 @@ _OWN_END = {
 _CHAINED = ("During handling of the above", "was the direct cause")
 # Tracebacks that Python prints and forgets.
 _FORGOTTEN = ("Exception ignored in", "--- Logging error ---", "usage_lib", "_report_usage", "Exception ignored while")
+# What a parser says of one answer of the model goes to one client. (The abstract one loads the parsers at the start.)
+_ANSWER_PARSER = re.compile(r"(?!abstract_)\w+_(?:tool|reasoning)_parser\.py:")
+# The last words of a program that has no logger.
+_BARE_ERROR = re.compile(r"(?:[Ee]rror|ERROR|[Ff]atal|FATAL|panic): \S")
 _BOILERPLATE = re.compile(
     r"WorkerProc\(|EngineCoreProc\(|executor_class\(|super\(\)\.|_init_executor|_init_workers|run_method\(|func\(\*"
     r"|fn\(\*|\.run\(|_target\(|_bootstrap|run_until_complete|\bawait |async with|\byield\b|make_async_mp_client"
@@ -168,6 +172,8 @@ class Scanner:
         self._marks: dict[tuple[str, str], Mark | None] = {}
         self._certain: _Candidate | None = None
         self._wrapper_seen = False
+        self._core_ended = False  # its core ended once all was loaded: the server may call itself up all the same
+        self.wrappers = 0  # lines so far that say that the engine, or one request, failed, whatever the cause
         self._hang: dict[str, tuple[_Candidate, int]] = {}  # by kind of hang: the line and how often it was repeated
         self._last_other = 0
         self._last_progress_time = ""
@@ -219,8 +225,8 @@ class Scanner:
         signature = self._find(pairs, line.message, level)
         if signature:
             self._signed(signature, line, in_source=False)
-        if not (signature and signature.hang):
-            self._last_other = self._number
+        if not (signature and signature.hang) and "NCCL INFO" not in line.message:
+            self._last_other = self._number  # what NCCL tells of itself belongs to the collective that it begins
 
     def _mark(self, line: Line) -> Mark | None:
         message = line.message
@@ -252,15 +258,19 @@ class Scanner:
             self._bars += 1
         self._last_progress_time = line.time or self._last_progress_time
         restarted = ORDER[new] <= ORDER["arguments"] < ORDER[self._phase]
+        if ORDER[new] < ORDER[self._phase]:
+            self._core_ended = False
         if restarted or not self._phase_seen or ORDER[new] >= ORDER[self._phase]:
             self._phase = new
             self._phase_seen = True
         if restarted:
             self._ready = False
         if new == READY:
-            # The server is up, so nothing before this line ended the start.
             self._ready = True
             self._ready_at = self._number
+            if self._core_ended:
+                return
+            # The server is up, so nothing before this line ended the start.
             for candidate in self._candidates:
                 candidate.fatal = False
             self._certain = None
@@ -312,7 +322,19 @@ class Scanner:
         self._last_other = self._number
         return True
 
+    def _answer_line(self, line: Line) -> None:
+        message = line.message
+        self._known += 1
+        self._harmless += 1
+        self._last_other = self._number
+        # Its traceback carries the prefix too; where it does not, the line that announces it stands for it.
+        own = message[:1] in {" ", "\t"} or "Traceback (" in message or _EXCEPTION.match(message)
+        self._source(line).excused = not own
+
     def _error_line(self, line: Line) -> None:
+        if _ANSWER_PARSER.match(line.place):
+            self._answer_line(line)
+            return
         message = line.message
         source = self._source(line)
         if self._traceback_line(source, line):
@@ -333,6 +355,7 @@ class Scanner:
         if exception:
             self._exception(source, line, exception["name"], signature)
         elif signature:
+            source.errors = None
             self._signed(signature, line, in_source=False)
         elif source.validation and _VALIDATION_DETAIL.match(message):
             source.validation = False
@@ -342,6 +365,8 @@ class Scanner:
             self._add(line, _RANK_VALIDATION, None, fatal=True)
         elif line.level:
             source.errors = self._add(line, _RANK_ERROR, None, fatal=False)
+        elif _BARE_ERROR.match(message):
+            self._add(line, _RANK_ERROR, None, fatal=False)
         elif not self._known and _SMALL_TALK.search(message):
             self._known += 1
 
@@ -445,13 +470,16 @@ class Scanner:
             del self._suspects[8:]
             return
         fatal = not (self._stopped and signature.rank < RANKS["cause"])
-        if self._ready and line.tier == API and role == "cause" and signature.cls in {"config", "model"}:
+        asked = signature.cls in {"config", "model"} or signature.phase == "config"
+        if self._ready and line.tier == API and role == "cause" and asked:
             fatal = False  # somebody's bad request, not the end of the server
         rank = signature.rank - (_SOURCE_PENALTY if in_source else 0)
         candidate = self._add(line, rank, signature, fatal)
         candidate.name = name
         if role == "wrapper" and fatal:
             self._wrapper_seen = True
+            self.wrappers += 1
+            self._core_ended = self._core_ended or (line.tier == CORE and self._phase == "api")
         if signature.certain and fatal and not in_source and self._certain is None:
             self._certain = candidate
         if line.message.rstrip().endswith(": Value"):
@@ -541,7 +569,16 @@ class Scanner:
             frames = [source.frame for source in self._sources.values() if source.frame and source.open]
             if frames:
                 return max(frames, key=_Candidate.key)
+        if best.tier == SYSTEMD and best.rank < _RANK_ERROR:
+            return self._last_words(best)
         return best
+
+    def _last_words(self, end: _Candidate) -> _Candidate:
+        """The last error line before systemd's message that the process ended, or that message."""
+        words = [
+            item for item in self._candidates if item.rank == _RANK_ERROR and self._ready_at < item.number < end.number
+        ]
+        return max(words, key=lambda item: item.number, default=end)
 
     def _hung(self) -> _Candidate | None:
         for candidate, repeats in self._hang.values():

@@ -21,6 +21,15 @@ _CSI = r"\[[0-9;?]*[ -/]*[@-~]"
 ANSI = re.compile(r"\x1b(?:" + _CSI + r"|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[()][A-Za-z0-9]|[=>])?")
 # The same codes after a pager, rsyslog or a JSON encoder made them visible.
 _WRITTEN_ANSI = re.compile(r"(?:\^\[|#033|\\x1b|\\u001b|\\033|\\e)" + _CSI)
+# Colours whose escape byte was lost, as a log has them that was copied from a browser: around a tag only.
+_EATEN_ANSI = re.compile(r"(?<![\w\]])\[[01];\d\dm(?=\()|(?<=\))\[0;0m")
+# A collector's severity: it tells the stream, not what the program meant.
+_COLLECTED = re.compile(
+    r"(?P<level>DEFAULT|DEBUG|INFO|NOTICE|WARNING|ERROR|CRITICAL) "
+    r"(?=\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d) )"
+)
+_SEVERITY_HEADS = frozenset("DINWEC")
+_NCCL_INFO = re.compile(r".{0,160}?\bNCCL (?:INFO|TRACE) ")
 
 _JOURNAL = re.compile(
     r"(?:- )?(?:[A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d(?:\.\d+)?"
@@ -76,6 +85,11 @@ class Line(NamedTuple):
     pid: str
     tier: int
     time: str  # "MM-DD HH:MM:SS" as the engine prints it, or ""
+
+
+def unquote(text: str) -> str:
+    """The text without a byte order mark and without the marks of a quotation (``> ``) before its lines."""
+    return re.sub(r"^(?:[ \t]*>)+ ?", "", text.lstrip("\ufeff"), flags=re.MULTILINE)
 
 
 def strip_ansi(text: str) -> str:
@@ -177,6 +191,11 @@ def parse(raw: str) -> Line:
     text = shown
     if "[" in text and ("^[" in text or "#033" in text or "\\" in text):
         text = _WRITTEN_ANSI.sub("", text)
+    if "[0;0m" in text:
+        text = _EATEN_ANSI.sub("", text)
+    collected = _COLLECTED.match(text) if text[:1] in _SEVERITY_HEADS else None
+    if collected:
+        text = text[collected.end() :]
     pos, tag, pid = _outer(text)
     while text[pos : pos + 1] in {"(", "["}:
         match = _TAG.match(text, pos)
@@ -190,6 +209,10 @@ def parse(raw: str) -> Line:
     if not level and ("Warning: " in message or "CUDA initialization: " in message):
         warned = _WARNING_CLASS.search(message) or ("CUDA initialization: " in message and "Error: " not in message)
         level = "WARNING" if warned else ""
+    if not level and "NCCL " in message and _NCCL_INFO.match(message):
+        level = "INFO"
+    if collected and not level and not tag and collected["level"] in {"DEBUG", "INFO", "WARNING"}:
+        level = collected["level"]
     return Line(shown, message, level, place, tag, pid, _tier(tag, place), time)
 
 

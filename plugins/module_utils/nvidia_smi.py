@@ -12,15 +12,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .log_text import split_lines, strip_ansi
+from .log_text import split_lines, strip_ansi, unquote
 
+# Xids (NVIDIA's catalogue has them) that say a fault of the GPU, and those of the program that ran on it.
+_XID_FAULTS = (48, 63, 64, 79, 94, 95, 119, 120, 154)
+_XID_PROGRAM = (13, 31, 43, 45)
 # A display session or a driver context holds some 100 MiB; the smallest engine much more.
 BUSY_MIB = 1000.0
 # Without a process a healthy GPU idles; after a hung collective was killed it spins at 100 %.
 SPINNING_PERCENT = 90.0
+# No board has less; a smaller number in a row without a header is no memory.
+_SMALLEST_MIB = 256
 
-# The fields that `query` asks for. `gpu_recovery_action` and `fabric.state` are not known to old drivers: see
-# QUERY_OLD.
+# What the host is asked for. A driver refuses a whole query for one field that it does not know: see `unknown_field`.
 QUERY = (
     "index",
     "uuid",
@@ -38,11 +42,37 @@ QUERY = (
     "compute_mode",
     "gpu_recovery_action",
     "fabric.state",
+    "mig.mode.pending",
+    "ecc.mode.current",
+    "ecc.mode.pending",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "retired_pages.pending",
 )
-QUERY_OLD = QUERY[:-2]
+# What may slow a GPU down while it works. Older drivers know the last field as THROTTLE_FIELD.
+PACE_QUERY = (
+    "index",
+    "driver_version",
+    "clocks.sm",
+    "clocks.mem",
+    "temperature.gpu",
+    "power.draw",
+    "clocks_event_reasons.active",
+)
+THROTTLE_FIELD = "clocks_throttle_reasons.active"
+# Bits of that field, as NVML numbers them: idle, a clock that somebody set, and a power cap that all arms have alike
+# are no throttling.
+_THROTTLING = {
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+_POWER_CAP = 0x4
 PROCESS_QUERY = ("gpu_uuid", "pid", "process_name", "used_gpu_memory")
 
 _STATES: tuple[tuple[str, str], ...] = (
+    ("deprecated", "deprecated"),
     ("requires reset", "requires reset"),
     ("is lost", "lost"),
     ("err!", "error"),
@@ -70,13 +100,13 @@ _NOTICES: tuple[tuple[re.Pattern[str], str, str, str], ...] = tuple(
             "reboot or reload the modules; what still serves keeps working, do not stop it",
         ),
         (
-            r"no devices were found",
+            r"no devices (?:were )?found",
             "no devices",
             "bad",
             "read the kernel log for NVRM, power-cycle, compare driver and firmware",
         ),
         (
-            r"couldn't communicate with the nvidia driver",
+            r"couldn.t communicate with the nvidia driver",
             "driver not loaded",
             "bad",
             "modprobe nvidia; does the running kernel have the module?",
@@ -101,10 +131,22 @@ _NOTICES: tuple[tuple[re.Pattern[str], str, str, str], ...] = tuple(
             "run nvidia-smi as root and as the service user; check device nodes and cgroup",
         ),
         (
-            r"nvidia-smi: (?:command )?not found|nvidia-smi.*no such file",
+            r"nvidia-smi['\u2019]?:? (?:command )?not found|nvidia-smi.*no such file",
             "nvidia-smi missing",
             "bad",
             "install the driver's utilities (role nvidia_stack)",
+        ),
+        (
+            r"libnvidia-ml\.so",
+            "driver library missing",
+            "bad",
+            "install the driver's libraries of the loaded module's version (role nvidia_stack)",
+        ),
+        (
+            r"^(?:killed|terminated|aborted|hangup|segmentation fault|bus error)\b[^,]*$",
+            "nvidia-smi ended",
+            "unknown",
+            "nvidia-smi did not end by itself, rows may be missing: run it again",
         ),
         (
             r"gpu access blocked by the operating system|insufficient permissions",
@@ -163,7 +205,12 @@ _KNOWN_FIELDS = {
     "compute_cap",
 }
 _NUMBER = re.compile(r"^(?P<number>-?\d+(?:\.\d+)?)\s*(?P<unit>MiB|GiB|KiB|MB|GB|%|W|C|MHz)?$")
+_SIZE = re.compile(r"\d ?(?:[KMG]iB|MB|GB)$")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?![\d])")
+_XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})[^)]*\): (?P<xid>\d+)\b")
 _UUID = re.compile(r"^(?:GPU|MIG)-")
+_LISTED = re.compile(r"^GPU (?P<index>\d+): (?P<name>.+?) \(UUID: (?P<uuid>GPU-[^)]*)\)")
+_LISTED_SLICE = re.compile(r"^\s*MIG .*\(UUID: MIG-")
 _TO_MIB = {"GiB": 1024.0, "KiB": 1 / 1024, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}
 
 
@@ -190,6 +237,9 @@ def number(text: str) -> float | None:
 
 
 def _cells(line: str) -> list[str]:
+    """Cells of a row. nvidia-smi parts them by comma and space, so a comma between digits is one of thousands."""
+    if ", " in line or _SIZE.search(line):
+        line = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), line)
     return [cell.strip() for cell in line.split(",")]
 
 
@@ -205,6 +255,31 @@ def _header(cells: Sequence[str]) -> list[str] | None:
     return fields if known and known * 2 >= len(fields) else None
 
 
+def unknown_field(report: Mapping[str, Any]) -> str | None:
+    """The field that the driver did not know, where that is why a query has no rows: ask again without it."""
+    for notice in () if report["gpus"] else report["notices"]:
+        if notice["state"] == "field not known" and (match := re.search(r'["\']([\w.]+)["\']', notice["text"])):
+            return match[1]
+    return None
+
+
+def xids(lines: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
+    """Xids in the kernel's log of this boot, {"0000:01:00": [(number, line)]}, without those of a program.
+
+    What stands before the driver was loaded anew, or before it said that a GPU needs nothing any more, is over.
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for line in lines:
+        match = _XID.search(line)
+        if "NVRM: loading NVIDIA" in line:
+            found.clear()
+        elif match and re.search(r"to 0x0 \(None\)", line):
+            found.pop(match["bus"].lower(), None)
+        elif match and int(match["xid"]) not in _XID_PROGRAM:
+            found.setdefault(match["bus"].lower(), []).append((int(match["xid"]), line.strip()))
+    return found
+
+
 def is_header(line: str) -> bool:
     """Whether a line is the header of a query's csv."""
     return _header(_cells(line)) is not None
@@ -217,9 +292,9 @@ def _notice(line: str) -> dict[str, str] | None:
     return None
 
 
-def _gpu(fields: Mapping[str, str]) -> dict[str, Any]:
+def _gpu(fields: Mapping[str, str], untold: bool = False) -> dict[str, Any]:
     """One GPU as plain values: numbers in MiB, percent, W and C or None, and the `states` of the fields that hold
-    none."""
+    none; ``untold``: nothing says how much of its memory is in use."""
 
     def value(*names: str) -> float | None:
         return next((number(fields[name]) for name in names if name in fields), None)
@@ -229,6 +304,9 @@ def _gpu(fields: Mapping[str, str]) -> dict[str, Any]:
         return None if text is None or cell_state(text) else text
 
     index = value("index")
+    states = {name: state for name, text in fields.items() if (state := cell_state(text))}
+    if untold:
+        states.setdefault("memory.used", "not told")
     return {
         "index": int(index) if index is not None else None,
         "uuid": words("uuid") or words("gpu_uuid"),
@@ -240,29 +318,39 @@ def _gpu(fields: Mapping[str, str]) -> dict[str, Any]:
         "utilization_percent": value("utilization.gpu"),
         "power_w": value("power.draw", "power.draw.instant", "power.draw.average"),
         "temperature_c": value("temperature.gpu"),
-        "states": {name: state for name, text in fields.items() if (state := cell_state(text))},
+        "states": states,
         "fields": dict(fields),
     }
 
 
 def _guess_fields(cells: Sequence[str]) -> list[str]:
-    """Names for a row without a header. Only what the numbers themselves show is named: total = free + used."""
+    """Names for a row without a header, by what the cells themselves show; where an order is in doubt, the one that
+    has more memory in use."""
     names = [f"column {position}" for position in range(1, len(cells) + 1)]
-    values = [number(cell) for cell in cells]
-    for at in range(len(cells) - 2):
-        total, second, third = values[at : at + 3]
-        if total is None or second is None or third is None or total < 256:
-            continue
-        reserved = total - second - third
-        if 0 <= reserved <= 0.08 * total:
-            small, large = ("memory.used", "memory.free") if second < third else ("memory.free", "memory.used")
-            # The usual orders are total, free, used and total, used, free: a free GPU shows which one it is.
-            names[at], names[at + 1], names[at + 2] = "memory.total", small, large
-            if second >= third:
-                names[at + 1], names[at + 2] = "memory.free", "memory.used"
-            break
-    if len(cells) >= 2 and cell_state(cells[0]) and cell_state(cells[1]):
-        names[0], names[1] = "memory.used", "memory.total"
+    if len(cells) > 1 and re.fullmatch(r"\d|[1-5]\d", cells[0]):
+        names[0] = "index"
+    percent = next((at for at, cell in enumerate(cells) if cell.endswith("%") and number(cell) is not None), None)
+    if percent is not None:
+        names[percent] = "utilization.gpu"
+    sized = [at for at, cell in enumerate(cells) if number(cell) is not None and _SIZE.search(cell)]
+    plain = [at for at, cell in enumerate(cells) if re.fullmatch(r"\d+(?:\.\d+)?", cell) and names[at] != "index"]
+    sizes = {at: number(cells[at]) or 0.0 for at in sized or plain}
+    total = max(sizes, key=lambda at: sizes[at], default=None)
+    if total is None or (not sized and len(cells) > 2 and sizes[total] < _SMALLEST_MIB):
+        return names
+    if len(sizes) == 1:
+        names[total] = "memory.used"
+        return names
+    names[total] = "memory.total"
+    for first, second in zip(sizes, list(sizes)[1:]):
+        if total not in (first, second) and 0 <= sizes[total] - sizes[first] - sizes[second] <= 0.08 * sizes[total]:
+            # Used, then free, as nvidia-smi lists them; but no board has nothing free.
+            used, free = (first, second) if sizes[second] else (second, first)
+            names[used], names[free] = "memory.used", "memory.free"
+            return names
+    order = list(sizes)
+    beside = [at for at in (order if sized else order[max(0, order.index(total) - 1) :][:3]) if at != total]
+    names[max(beside, key=lambda at: sizes[at])] = "memory.used"
     return names
 
 
@@ -287,9 +375,11 @@ def parse_csv(text: str, fields: Sequence[str] | None = None) -> dict[str, Any]:
     """
     report: dict[str, Any] = {"gpus": [], "processes": [], "notices": [], "processes_known": False}
     names = list(fields) if fields else None
-    for raw in split_lines(strip_ansi(text)):
+    for raw in split_lines(unquote(strip_ansi(text))):
         line = raw.strip()
         if not line:
+            continue
+        if _listed(report, line):
             continue
         cells = _cells(line)
         header = _header(cells)
@@ -303,19 +393,21 @@ def parse_csv(text: str, fields: Sequence[str] | None = None) -> dict[str, Any]:
             report["notices"].append(notice)
             report["processes_known"] |= notice["state"] == "no processes"
             continue
-        if names and len(cells) == len(names):
+        if names and len(cells) == len(names) and ("uuid" in names[0] or not _UUID.match(cells[0])):
             _take_row(report, names, cells)
         elif _UUID.match(cells[0]) and len(cells) >= 4:
             report["processes_known"] = True
             middle = ", ".join(cells[2:-1])  # a command may hold commas
             report["processes"].append(_process(PROCESS_QUERY, [cells[0], cells[1], middle, cells[-1]]))
+        elif not names and _is_process(cells):
+            report["processes"].append(_process(PROCESS_QUERY[1:], [cells[0], ", ".join(cells[1:-1]), cells[-1]]))
         elif names and "name" in names and len(cells) > len(names):
             at = names.index("name")
             extra = len(cells) - len(names)
             _take_row(report, names, [*cells[:at], ", ".join(cells[at : at + extra + 1]), *cells[at + extra + 1 :]])
         elif _is_row(cells):
             guessed = names[: len(cells)] if names else _guess_fields(cells)
-            report["gpus"].append(_gpu(dict(zip(guessed, cells))))
+            report["gpus"].append(_gpu(dict(zip(guessed, cells)), untold=not names and "memory.used" not in guessed))
         else:
             report["notices"].append(
                 {"text": line, "state": "unrecognised", "weight": "warning", "remedy": "read the line"}
@@ -323,9 +415,34 @@ def parse_csv(text: str, fields: Sequence[str] | None = None) -> dict[str, Any]:
     return report
 
 
+def _listed(report: dict[str, Any], line: str) -> bool:
+    """Take a line of ``nvidia-smi -L``, which tells no memory."""
+    match = _LISTED.match(line)
+    if match:
+        report["gpus"].append(_gpu(match.groupdict(), untold=True))
+    elif _LISTED_SLICE.match(line) and report["gpus"]:
+        report["gpus"][-1]["fields"]["mig.mode.current"] = "Enabled"
+    else:
+        return False
+    return True
+
+
+def _is_process(cells: Sequence[str]) -> bool:
+    """A pid, a name, an amount: a row of a query for processes without the GPU."""
+    return (
+        len(cells) >= 3
+        and re.fullmatch(r"[6-9]\d|\d{3,7}", cells[0]) is not None
+        and number(cells[1]) is None
+        and not cell_state(cells[1])
+        and (number(cells[-1]) is not None or cell_state(cells[-1]) is not None)
+        and not cells[-1].endswith(("%", "W", "C"))
+    )
+
+
 def _is_row(cells: Sequence[str]) -> bool:
     readable = sum(1 for cell in cells if number(cell) is not None or cell_state(cell))
-    return len(cells) > 1 and readable >= 1 and readable * 3 >= len(cells)
+    alone = len(cells) == 1 and _SIZE.search(cells[0])
+    return bool(alone or len(cells) > 1) and readable >= 1 and readable * 3 >= len(cells)
 
 
 def _take_row(report: dict[str, Any], names: Sequence[str], cells: Sequence[str]) -> None:
@@ -339,7 +456,10 @@ _BUS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d"
 _TABLE_NAME = re.compile(
     rf"^\|\s*(?P<index>\d+)\s+(?P<name>.+?)\s+(?P<persistence>On|Off|N/A|ERR!)?\s*\|\s*(?P<bus>{_BUS})\s.*?\|\s*(?P<ecc>[^|]*?)\s*\|"
 )
-_TABLE_MEMORY = re.compile(r"(?P<used>\d+)\s*MiB\s*/\s*(?P<total>\d+)\s*MiB")
+_TABLE_MEMORY = re.compile(
+    r"(?P<used>\d+)\s*MiB\s*/\s*(?P<total>\d+)\s*MiB"
+    r"|(?<=\|)\s*(?P<none>Not Supported|N/A|ERR!|Unknown Error)(?:\s*/[^|]*)?\s*(?=\|.*(?:%|Default))"
+)
 _TABLE_PROCESS = re.compile(
     r"^\|\s*(?P<gpu>\d+)\s+(?:(?:N/A|\d+)\s+(?:N/A|\d+)\s+)?(?P<pid>\d+)\s+(?P<type>M?\+?[CG](?:\+G)?)\s+(?P<name>.*?)\s+(?P<used>\d+MiB|N/A)\s*\|"
 )
@@ -364,7 +484,7 @@ def parse_table(text: str) -> dict[str, Any]:
     Same shape as `parse_csv`, and ``mig_devices``: ``[{"gpu", "device", "memory_used_mib", "memory_total_mib"}]``.
     """
     table = _Table()
-    for raw in split_lines(strip_ansi(text)):
+    for raw in split_lines(unquote(strip_ansi(text))):
         line = raw.strip()
         if not line or set(line) <= set("+-=|"):
             table.end_row()
@@ -391,7 +511,7 @@ class _Table:
     def end_row(self) -> None:
         """A rule or an empty line: the GPU before it is complete."""
         if self._fields:
-            self.report["gpus"].append(_gpu(self._fields))
+            self.report["gpus"].append(_gpu(self._fields, untold="memory.used" not in self._fields))
             self._fields = {}
 
     def take(self, line: str) -> None:
@@ -441,15 +561,18 @@ class _Table:
             self.report["processes_known"] |= notice["state"] == "no processes"
         elif self._fields and "|" in line:
             for cell in line.strip("|").split("|"):
-                plain = cell.strip().rstrip("*")
-                if plain in {"Enabled", "Disabled"}:
+                plain = cell.strip()
+                if plain.rstrip("*") in {"Enabled", "Disabled"}:
                     self._fields["mig.mode.current"] = plain
                 elif plain and cell_state(plain):
                     self._fields.setdefault("last row", plain)
 
 
 def _table_values(fields: dict[str, str], line: str, memory: re.Match[str]) -> None:
-    fields["memory.used"], fields["memory.total"] = memory["used"] + " MiB", memory["total"] + " MiB"
+    if memory["none"]:
+        fields["memory.used"] = fields["memory.total"] = memory["none"].strip()
+    else:
+        fields["memory.used"], fields["memory.total"] = memory["used"] + " MiB", memory["total"] + " MiB"
     before, after = line[: memory.start()], line[memory.end() :]
     health = before.strip("| ").split()
     for name, text in zip(("fan.speed", "temperature.gpu", "pstate"), health):
@@ -476,7 +599,7 @@ def parse_observation(text: str) -> dict[str, Any]:
 
 def parse(text: str) -> dict[str, Any]:
     """Read any of the three: table, observation or csv, told apart by their marks."""
-    plain = strip_ansi(text)
+    plain = unquote(strip_ansi(text))
     if _TABLE_MEMORY.search(plain) or re.search(rf"^\|.*{_BUS}", plain, re.MULTILINE) or "MIG devices" in plain:
         return parse_table(plain)
     if sum(1 for _name, pattern in _OBSERVED if pattern.search(plain)) >= 2:
@@ -540,7 +663,8 @@ def judge(
         each.append({"gpu": gpu.get("index"), "state": verdict.state, "reasons": verdict.reasons})
         for reason in verdict.reasons:
             total.add(verdict.verdict, verdict.state, reason, verdict.remedy)
-    for notice in whole.get("notices", []):
+    # What rejects is the first reason, not a shell's prompt above it.
+    for notice in sorted(whole.get("notices", []), key=lambda item: item["weight"] not in {"bad", "unknown"}):
         verdict_name = {"bad": "reject", "unknown": "reject-as-unknown", "warning": "accept-with-warning"}.get(
             notice["weight"]
         )
@@ -550,7 +674,15 @@ def judge(
     held = [process for process in processes if (process.get("used_mib") or 0) >= busy_mib]
     if held and total.verdict != "reject":
         total.add("reject", "busy", "; ".join(_held(process) for process in held), "end the processes or wait for them")
-    if not gpus and not processes and total.verdict == "accept":
+    blind = not gpus or all(gpu.get("memory_used_mib") is None for gpu in gpus)
+    if blind and any(process.get("used_mib") is None for process in processes):
+        total.add(
+            "reject-as-unknown-memory",
+            "memory not reported",
+            "a process holds a GPU, and nothing tells how much of its memory",
+            "ask --query-gpu for the memory in use",
+        )
+    if not gpus and not processes and total.verdict.startswith("accept") and not whole.get("processes_known"):
         total.add(
             "reject-as-unknown",
             "nothing read",
@@ -604,6 +736,7 @@ def _judge_gpu(
                 "ask again; unknown is not healthy",
             )
     _judge_fields(found, name, fields, allow_mig)
+    _judge_xids(found, name, gpu)
     used, use = gpu.get("memory_used_mib"), gpu.get("utilization_percent")
     held = [process for process in processes if (process.get("used_mib") or 0) >= busy_mib]
     if used is not None and used >= busy_mib:
@@ -653,6 +786,16 @@ def _judge_gpu(
     return found
 
 
+def _judge_xids(found: _Verdict, name: str, gpu: Mapping[str, Any]) -> None:
+    """Xids of this boot, as a caller put them to the GPU: a driver that asks for no recovery has had it since."""
+    recovered = str(gpu.get("fields", {}).get("gpu_recovery_action", "")).strip() == "None"
+    for xid, line in dict(gpu.get("xids", ())).items():
+        if xid in _XID_FAULTS and not recovered:
+            found.add("reject", f"xid {xid}", f"{name}: the kernel's log says: {line}", "reset the GPU or reboot")
+        else:
+            found.add("accept-with-warning", f"xid {xid}", f"{name}: since boot: {line}", "watch this GPU")
+
+
 def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_mig: bool) -> None:
     def plain(field: str) -> str:
         text = fields.get(field, "").strip()
@@ -681,7 +824,7 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
             f"{name}: fabric status {plain('fabric.status')}",
             "read the fabric manager's log",
         )
-    if plain("mig.mode.current") == "Enabled" and not allow_mig:
+    if plain("mig.mode.current").rstrip("*") == "Enabled" and not allow_mig:
         found.add(
             "reject",
             "mig enabled",
@@ -711,18 +854,23 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
                 f"{name}: {field} {text.strip()}",
                 "reboot (pending) or exchange the board (failure)",
             )
-    if plain("ecc") not in {"", "0", "Off", "N/A"} and number(plain("ecc")):
+    if number(plain("ecc").rstrip("*")):
         found.add(
             "reject",
             "uncorrectable ecc",
             f"{name}: uncorrected ECC errors {plain('ecc')}",
             "reset the GPU and check it before any start",
         )
-    now, pending = plain("ecc.mode.current"), plain("ecc.mode.pending")
-    if now and pending and now != pending:
-        found.add(
-            "accept-with-warning", "reboot due", f"{name}: ECC mode {now}, pending {pending}", "reboot when convenient"
-        )
+    for what in ("ecc", "mig"):
+        now, pending = plain(f"{what}.mode.current"), plain(f"{what}.mode.pending")
+        # The table marks a mode that is to change with an asterisk.
+        if (now and pending and now != pending) or (plain("ecc") if what == "ecc" else now).endswith("*"):
+            found.add(
+                "accept-with-warning",
+                "reboot due",
+                f"{name}: {what.upper()} mode {now.rstrip('*') or 'now'}, pending {pending or 'another'}",
+                "reset the GPU or reboot when convenient",
+            )
     width, widest = number(fields.get("pcie.link.width.current", "")), number(fields.get("pcie.link.width.max", ""))
     if width and widest and width < widest:
         found.add(
@@ -731,3 +879,57 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
             f"{name}: PCIe x{width:.0f} of x{widest:.0f}",
             "reseat the board or check the riser",
         )
+
+
+def pace(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a PACE_QUERY answered, per GPU: {"index", "driver", "sm_mhz", "mem_mhz", "temperature_c", "power_w",
+    "throttled": [reason, ...], "power_capped": bool | None}; None where the driver does not say."""
+    found = []
+    for gpu in report["gpus"]:
+        fields = gpu["fields"]
+        text = fields.get(PACE_QUERY[-1]) or fields.get(THROTTLE_FIELD) or ""
+        bits = int(text, 16) if re.fullmatch(r"0x[0-9A-Fa-f]+", text) else None
+        found.append(
+            {
+                "index": gpu["index"],
+                "driver": None if cell_state(fields.get("driver_version", "n/a")) else fields["driver_version"],
+                "sm_mhz": number(fields.get("clocks.sm") or fields.get("clocks.current.sm") or ""),
+                "mem_mhz": number(fields.get("clocks.mem") or fields.get("clocks.current.memory") or ""),
+                "temperature_c": gpu["temperature_c"],
+                "power_w": gpu["power_w"],
+                "throttled": [reason for bit, reason in _THROTTLING.items() if bits is not None and bits & bit],
+                "power_capped": None if bits is None else bool(bits & _POWER_CAP),
+            }
+        )
+    return found
+
+
+def paces(samples: Iterable[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Samples of `pace` over some time as one: {"driver", "clocks": {index: {"sm_mhz": [lowest, highest], "mem_mhz"}},
+    "temperatures": {index: [lowest, highest]}, "throttle_reasons": ["GPU 0: reason", ...], "power_capped": [index]}."""
+    found: dict[str, Any] = {
+        "driver": None,
+        "clocks": {},
+        "temperatures": {},
+        "throttle_reasons": [],
+        "power_capped": [],
+    }
+    for sample in samples:
+        for gpu in sample:
+            found["driver"] = found["driver"] or gpu["driver"]
+            index = str(gpu["index"])
+            clocks = found["clocks"].setdefault(index, {})
+            for into, key, value in (
+                (clocks, "sm_mhz", gpu["sm_mhz"]),
+                (clocks, "mem_mhz", gpu["mem_mhz"]),
+                (found["temperatures"], index, gpu["temperature_c"]),
+            ):
+                if value is not None:
+                    low, high = into.get(key, (value, value))
+                    into[key] = [min(low, value), max(high, value)]
+            for reason in gpu["throttled"]:
+                if (said := f"GPU {index}: {reason}") not in found["throttle_reasons"]:
+                    found["throttle_reasons"].append(said)
+            if gpu["power_capped"] and gpu["index"] not in found["power_capped"]:
+                found["power_capped"].append(gpu["index"])
+    return found

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from . import topology
+
 SEPARATOR = " | "
 JsonDict = dict[str, Any]
 
@@ -89,6 +91,8 @@ def report(host: str, status: Mapping[str, Any]) -> list[str]:
     swap = status.get("swap")
     if not swap:
         return [f"{host}: no swap has run"]
+    if swap["phase"] == "confirm" and not swap["outcome"]:
+        return waiting(host, swap)
     good = status["last_good"]
     serving = (
         "{} serves since {}".format(good["variant"], "this swap")
@@ -116,6 +120,24 @@ def report(host: str, status: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def waiting(host: str, swap: Mapping[str, Any]) -> list[str]:
+    """A swap in phase `confirm` for people: until when it waits, for what, and what comes otherwise."""
+    until = time.strftime("%H:%M:%SZ", time.gmtime(swap["phase_since_unix"] + swap["confirm_within_s"]))
+    back = "'{}' comes back".format(swap["from"]["variant"]) if swap["from"] else "nothing serves any more"
+    return [
+        "{}: {} -> {}: serves and waits to be confirmed, {} in all, until {}; then {}".format(
+            host,
+            swap["from"]["variant"] if swap["from"] else "nothing",
+            swap["to"]["variant"],
+            seconds(swap["confirm_within_s"]),
+            until,
+            back,
+        ),
+        "  keep it: playbooks/confirm.yml, or `swapgate confirm` on the host",
+        "  go back now: playbooks/confirm.yml -e decline=true -e because=TEXT, or `swapgate decline --because TEXT`",
+    ]
+
+
 def preflight_report(report_: Mapping[str, Any]) -> list[str]:
     """A preflight for people: each problem, or what the engine made of the configuration."""
     if not report_["ok"]:
@@ -129,7 +151,75 @@ def preflight_report(report_: Mapping[str, Any]) -> list[str]:
     speculative = effective.pop("speculative", None) or {}
     lines += [f"  {key}: {value}" for key, value in sorted(effective.items())]
     lines += [f"  speculative {key}: {value}" for key, value in sorted(speculative.items())]
-    return lines + ["  the engine says: " + notice for notice in report_["notices"]]
+    lines += ["  the engine says: " + notice for notice in report_["notices"]]
+    return lines + ["  this host: " + notice for notice in report_.get("host_notices", [])]
+
+
+def gpu_table(host: str, report_: Mapping[str, Any]) -> list[str]:
+    """`swapgate gpus` for people: each GPU with its state and whose it is, and the orphans."""
+    lines = []
+    for gpu in report_["gpus"]:
+        used = "unknown" if gpu["used_mib"] is None else "{:.0f} MiB".format(gpu["used_mib"])
+        lines.append("{}: GPU {}: {}, {} in use".format(host, gpu["index"], gpu["state"], used))
+        lines += ["    {}: {}".format(holder["kind"], holder["who"]) for holder in gpu["holders"]]
+    for orphan in report_["orphans"]:
+        lines.append(f"{host}: orphan of a dead engine: {orphan}. `swapgate end-orphans` ends it")
+    return lines
+
+
+def collective_table(host: str, report_: Mapping[str, Any]) -> list[str]:
+    """`swapgate collective` for people: the verdict, each size, what stands between the GPUs, what to do."""
+    words = [report_["verdict"], report_["what"]]
+    lines = ["{}: {}: {}".format(host, report_["variant"], ": ".join(words))]
+    lines += [
+        "    {:>9} bytes: {}, {:.1f} us, {:.3f} GB/s".format(
+            row["bytes"], "correct" if row["correct"] else "WRONG", row["seconds"] * 1e6, row["bus_gbps"]
+        )
+        for row in report_["sizes"]
+    ]
+    if report_.get("environment"):
+        lines.append("    " + " ".join(f"{key}={value}" for key, value in report_["environment"].items()))
+    fabric = report_["fabric"]
+    acs = fabric["acs"]
+    lines.append(
+        "    IOMMU: {} groups{}; ACS: {}; kernel: {}".format(
+            fabric["iommu_groups"],
+            "".join(f", {count} {kind}" for kind, count in fabric["iommu_types"].items()),
+            "not to be seen"
+            if acs is None
+            else "redirects at {}".format(", ".join(acs["redirect"]))
+            if acs["redirect"]
+            else "no redirect on {} bridges".format(acs["bridges"]),
+            " ".join(fabric["cmdline"]) or "says nothing of them",
+        )
+    )
+    lines += ["    GPUs since: " + reason for reason in report_.get("after", [])]
+    if report_["remedy"]:
+        lines.append("    what to do: {}".format(report_["remedy"]))
+    return lines
+
+
+def topology_table(host: str, report_: Mapping[str, Any]) -> list[str]:
+    """`swapgate topology` for people: GPUs, links, the profile that fits with its reasons, and what does not fit."""
+    matrix, wanted = report_["picture"]["topology"], report_["derived"]
+    nodes: dict[str, list[str]] = {}
+    for gpu in report_["picture"]["gpus"]:
+        nodes.setdefault(str(gpu["numa"] if gpu["numa"] is not None else "unknown"), []).append(str(gpu["index"]))
+    lines = [
+        "{}: {} GPUs, links {}, {}".format(
+            host,
+            matrix["gpus"],
+            ", ".join(matrix["levels"]) or "none",
+            "; ".join("NUMA {}: GPU {}".format(node, ", ".join(members)) for node, members in nodes.items()),
+        )
+    ]
+    lines += ["    " + line for line in [*report_["picture"]["verdict"]["warnings"], *topology.nic_lines(matrix)]]
+    lines.append("    profile `{profile}`: {reason}".format(**wanted))
+    lines += [f"      {name}={item['value']}: {item['reason']}" for name, item in sorted(wanted["settings"].items())]
+    lines += ["    " + notice for notice in wanted["notices"]]
+    for name, found in report_["variants"].items():
+        lines += [f"    variant '{name}': {notice}" for notice in found]
+    return lines
 
 
 def plan(host: str, status: Mapping[str, Any] | None, variant: str, release: str) -> str:
@@ -183,7 +273,10 @@ def status_table(host: str, status: Mapping[str, Any]) -> list[str]:
         lines.append("    " + _acceptance(status["acceptance"]))
     swap = status["swap"]
     if swap and swap["outcome"] is None:
-        lines.append("    a swap to '{}' is in phase {}".format(swap["to"]["variant"], swap["phase"]))
+        if swap["phase"] == "confirm":
+            lines += ["    " + text.strip() for text in waiting(host, swap)]
+        else:
+            lines.append("    a swap to '{}' is in phase {}".format(swap["to"]["variant"], swap["phase"]))
     return lines or [f"{host}: no variant is installed"]
 
 

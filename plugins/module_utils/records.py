@@ -12,7 +12,8 @@ SWAP
      "phase", "phase_since_unix", "phases": [{"name", "seconds"}], "stopped_old": bool, "outcome": null | OUTCOME,
      "cause": null | CAUSE, "rollback_cause": null | CAUSE, "service_lost_s": monotonic s of this boot | null,
      "seconds_without_service": s | null, "streams": null | {"running": at the stop, "lost": cut off by it},
-     "ended_unix": null | s, "preflight": null | report of preflight}
+     "ended_unix": null | s, "preflight": null | report of preflight,
+     "confirm_within_s": null | s it may wait in phase `confirm`, which began at "phase_since_unix"}
 OUTCOME, a closed list
     swapped | unchanged | refused | rolled_back | recovered | failed
 CAUSE
@@ -82,9 +83,11 @@ def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
             os.fsync(out.fileno())
         os.chmod(beside, mode)
         os.replace(beside, str(path))
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(beside)
+        if isinstance(error, OSError) and error.errno:
+            raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk's own error names no file
         raise
     folder = os.open(str(path.parent), os.O_RDONLY)
     try:

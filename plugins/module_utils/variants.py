@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import versions
+from . import nccl, versions
 
 JsonDict = dict[str, Any]
 
@@ -37,6 +37,7 @@ OWNED_FLAGS = {
     "tool-call-parser": "the model entry's `tool_call_parser`",
     "enable-auto-tool-choice": "the model entry's `tool_call_parser`, which switches it on",
     "reasoning-parser": "the model entry's `reasoning_parser`",
+    "profiler-config": "the variant's `profiler`",
     "shutdown-timeout": "the variant's `drain_timeout_s`",
     "hf-token": "`model_cache_token` (a command line can be read by every local user)",
     "api-key": "`vllm_service_api_key` (a command line can be read by every local user)",
@@ -49,6 +50,12 @@ ENGINE_ENVIRONMENT = {
     "VLLM_CACHE_ROOT": "/var/cache/vllm",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# What a trial variant adds, so that its drafting can be changed while it serves: see plugins/engine_extension. The
+# development endpoints ask nobody for a key, so it listens on loopback whatever the host's `bind` is.
+TRIAL_BIND = "127.0.0.1"
+TRIAL_FOLDER = "/usr/local/lib/swapgate/swapgate/engine_extension"
+TRIAL_ARGS = {"worker-extension-cls": "swapgate_trial.TrialWorker", "per-request-spec-decode-metrics": "detailed"}
+TRIAL_ENV = {"PYTHONPATH": TRIAL_FOLDER, "VLLM_SERVER_DEV_MODE": "1"}
 SECRET_VARIABLES = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -80,7 +87,7 @@ def _check_entry(where: str, entry: Any, options: Mapping[str, Any]) -> None:
                 )
             )
         option = options[key]
-        if value is None or "type" not in option:
+        if value is None or option.get("type", "raw") == "raw":
             continue
         if "options" in option:
             _check_entry(f"{where}.{key}", value, option["options"])
@@ -215,6 +222,36 @@ def _environment(where: str, environment: Mapping[str, Any]) -> JsonDict:
     return checked
 
 
+def _profiler(where: str, version: str, bind: str, model_name: str, name: str) -> JsonDict:
+    """The engine's --profiler-config: traces below the service user's home, of the workers alone, without stacks."""
+    if not versions.at_least(version, "0.13"):
+        raise VariantError(f"{where}: `profiler` needs engine version 0.13 or newer, found {version}.")
+    if not (bind.startswith("127.") or bind in ("localhost", "::1")):
+        raise VariantError(
+            f"{where}: `profiler` opens /start_profile and /stop_profile to all who reach {bind}, without a key. "
+            "Set `bind` of the host to 127.0.0.1 as long as this variant serves."
+        )
+    return {
+        "profiler": "torch",
+        "torch_profiler_dir": f"{ENGINE_ENVIRONMENT['HOME']}/profiles/{model_name}-{name}",
+        "torch_profiler_with_stack": False,
+        "ignore_frontend": True,
+    }
+
+
+def _nccl(sources: Mapping[str, Mapping[str, Any]]) -> JsonDict:
+    """NCCL's profile and settings, values as environment variables hold them."""
+    named = {place: source["nccl"] for place, source in sources.items() if "nccl" in source}
+    for place, entry in named.items():
+        if entry is not None and not isinstance(entry, (str, dict)):
+            raise VariantError(f"{place}: `nccl` is {entry!r}, expected a profile's name, a map or null.")
+    try:
+        found = nccl.settings(named)
+    except nccl.NcclError as error:
+        raise VariantError(str(error)) from error
+    return {"profile": found["profile"], "settings": _environment("nccl", found["settings"])}
+
+
 def unit_name(model_name: str, variant_name: str, is_base: bool) -> str:
     """The unit of a variant. One that extends nothing has the model's name alone; a name is never inherited."""
     return "vllm-{}{}.service".format(model_name, "" if is_base else "-" + variant_name)
@@ -247,6 +284,27 @@ def _speculative(where: str, entry: JsonDict, model: Mapping[str, Any]) -> JsonD
                 "copies a missing one from the other, which silently searches one length only."
             )
     return config
+
+
+def _trial(where: str, is_trial: bool, extra: JsonDict, environment: JsonDict, speculative: JsonDict | None) -> None:
+    """Add a trial's own flags and variables to ``extra`` and ``environment``; VariantError where they do not fit."""
+    if not is_trial:
+        if environment.get("VLLM_SERVER_DEV_MODE") not in (None, "0"):
+            raise VariantError(
+                f"{where}: VLLM_SERVER_DEV_MODE opens development endpoints that ask nobody for a key. Remove it from "
+                "`env`; a variant that only serves for a trial says `trial: true`."
+            )
+        return
+    if not speculative or speculative.get("method") != "ngram":
+        raise VariantError(
+            f"{where}: `trial: true` with speculative method {(speculative or {}).get('method')!r}, expected 'ngram': "
+            "no other can be changed while it serves. Correct `speculative_config`, with the largest k of the grid."
+        )
+    for key, given in (("engine argument", set(extra) & set(TRIAL_ARGS)), ("`env`", set(environment) & set(TRIAL_ENV))):
+        if given:
+            raise VariantError(f"{where}: {key} {sorted(given)[0]} is set by `trial: true`. Remove it.")
+    extra.update(TRIAL_ARGS)
+    environment.update(TRIAL_ENV)
 
 
 def resolve(
@@ -289,9 +347,10 @@ def resolve(
         raise VariantError(f"{where}: engine version: {error}, expected one such as 0.32.0.") from error
     engine["venv"] = "{}/{}-{}".format(host["engines_root"].rstrip("/"), engine["package"], engine["version"])
 
+    bind = TRIAL_BIND if entry["trial"] else host["bind"]
     arguments: JsonDict = {
         "served-model-name": model["served_name"],
-        "host": host["bind"],
+        "host": bind,
         "port": host["port"],
         "tensor-parallel-size": model["tensor_parallel_size"],
         "max-model-len": model.get("max_model_len"),
@@ -306,10 +365,25 @@ def resolve(
     for place, source in sources.items():
         extra = merge(extra, _engine_args(place, source.get("engine_args") or {}))
         environment = merge(environment, _environment(place, source.get("env") or {}))
+    collective = _nccl(sources)
+    twice = sorted(set(collective["settings"]) & set(environment))
+    if twice:
+        raise VariantError(
+            f"{where}: {', '.join(twice)} stands in `env` and comes from `nccl` too. Keep it in `nccl`, where a "
+            "variable of the profile can be overridden or removed with null."
+        )
+    environment = merge(environment, collective["settings"])
+    if host["gpus"] and list(host["gpus"]) != list(range(len(host["gpus"]))):
+        # The engine takes the first ones that it sees: these, by nvidia-smi's order.
+        chosen = ",".join(str(index) for index in host["gpus"])
+        environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": chosen, **environment}
+    speculative = _speculative(where, entry, model)
+    _trial(where, entry["trial"], extra, environment, speculative)
     arguments.update(extra)
     if versions.at_least(engine["version"], "0.18"):
         arguments["shutdown-timeout"] = entry["drain_timeout_s"]
-    speculative = _speculative(where, entry, model)
+    if entry["profiler"]:
+        arguments["profiler-config"] = _profiler(where, engine["version"], bind, model_name, name)
     arguments["speculative-config"] = speculative
 
     return {
@@ -326,7 +400,8 @@ def resolve(
         "engine": engine,
         "argv": [engine["venv"] + "/bin/vllm", "serve", model["path"], *render_flags(arguments)],
         "env": {key: environment[key] for key in sorted(environment)},
-        "bind": host["bind"],
+        "nccl": collective,
+        "bind": bind,
         "port": host["port"],
         "gpus": list(host["gpus"]),
         "accepted_risks": list(host["accepted_risks"]),
@@ -336,8 +411,12 @@ def resolve(
         "drain_timeout_s": entry["drain_timeout_s"],
         "restart_delay_s": entry["restart_delay_s"],
         "soak_s": entry["soak_s"],
+        "private_shm": entry["private_shm"],
         "free_memory_mib": host["free_memory_mib"],
         "free_timeout_s": host["free_timeout_s"],
+        # Only where it is true: a key more would make another release of every variant, and each of them a reload.
+        **({"trial": True} if entry["trial"] else {}),
+        **({"prove_links": True} if host["prove_links"] else {}),
     }
 
 

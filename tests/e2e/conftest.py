@@ -1,4 +1,6 @@
-"""The one throwaway host of the end-to-end tests, with fake engines of several versions and a tiny model.
+"""The throwaway host of the end-to-end tests, with fake engines of several versions and a tiny model.
+
+Each process of pytest-xdist has a host of its own, so that one can work while the other waits.
 
 SWAPGATE_E2E_KEEP=1 keeps the host for the next run; what swapgate put on it is removed at the start all the same.
 """
@@ -18,19 +20,16 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from throwaway import BASELINE, ROOT, Host, Run, destroy_sandbox, free_port, make_sandbox
+from throwaway import BASELINE, ROOT, WIPE, Host, Run, destroy_sandbox, free_port, make_sandbox
 
 VERSIONS = ("0.32.0", "0.31.0", "0.26.0", "0.16.0", "0.10.0")
-WHEELS = ROOT / ".artifacts/e2e-wheels"
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+NAME = f"e2e-{WORKER}"
+WHEELS = ROOT / ".artifacts" / NAME / "wheels"
+# Far enough apart that no two hosts choose the same port of the network that they share.
+FIRST_PORT = 8731 + 20 * WORKER
 MODEL = "/srv/models/tiny"
 KEEP = bool(os.environ.get("SWAPGATE_E2E_KEEP"))
-WIPE = (
-    "systemctl stop swapgate-swap.service 2>/dev/null; systemctl stop 'vllm-*' foreign.service 2>/dev/null; "
-    "rm -rf /etc/swapgate /var/lib/swapgate /usr/local/lib/swapgate /usr/local/bin/swapgate /run/swapgate "
-    "/etc/systemd/system/vllm-* /etc/systemd/system/multi-user.target.wants/vllm-* /etc/systemd/system/swapgate-* "
-    "/etc/systemd/system/*/swapgate-* /opt/swapgate/engines /etc/fake_vllm.json /var/lib/vllm; "
-    "systemctl daemon-reload; systemctl reset-failed"
-)
 
 
 def variants() -> dict[str, Any]:
@@ -41,6 +40,7 @@ def variants() -> dict[str, Any]:
     own = {
         "quick_stall": {"stall_timeout_s": 4, "engine_args": {"max-num-seqs": 7}},
         "hasty": {"load_timeout_s": 12, "engine_args": {"max-num-seqs": 9}},
+        "shared_shm": {"private_shm": False, "engine_args": {"max-num-seqs": 5}},
         "older": {"engine_version": "0.31.0"},
         "holes": {"engine_version": "0.16.0"},
         "ancient": {"engine_version": "0.10.0"},
@@ -92,16 +92,16 @@ def session_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     WHEELS.mkdir(parents=True, exist_ok=True)
     build = [sys.executable, str(ROOT / "tests/fake_vllm/build_wheels.py"), str(WHEELS), *VERSIONS]
     subprocess.run(build, check=True, capture_output=True)
-    sandbox = make_sandbox("e2e", [f"{WHEELS}:/opt/wheels-of-the-site"], fresh=not KEEP)
-    host = Host("e2e", sandbox, Path(), 0)
-    host.sh(WIPE)
-    host.port = free_port()
+    sandbox = make_sandbox(NAME, [f"{WHEELS}:/opt/wheels-of-the-site"], fresh=not KEEP)
+    host = Host(NAME, sandbox, Path(), 0)
+    host.sh(WIPE + "; rm -rf /opt/swapgate/engines")
+    host.port = free_port(FIRST_PORT)
     host.inventory = inventory(tmp_path_factory.mktemp("inventory"), host.port)
     maker = (ROOT / "roles/model_cache/molecule/default/files/make_model.py").read_text()
     host.sh(f"python3 - {MODEL} 4096", given=maker)
     yield host
     if not KEEP:
-        destroy_sandbox("e2e")
+        destroy_sandbox(NAME)
 
 
 @pytest.fixture(scope="session")
@@ -118,13 +118,14 @@ def first_deploy(session_host: Host, first_plan: Run) -> Run:
     """The very first deploy on the clean host, which all other tests stand on."""
     run = session_host.deploy("baseline")
     assert run.code == 0, run.text[-4000:]
+    assert session_host.active() == session_host.enabled() == [BASELINE]
     return run
 
 
 @pytest.fixture(scope="session")
 def staged(session_host: Host, first_deploy: Run) -> Host:
     """The host with the releases staged that tests swap to without a playbook."""
-    names = "baseline ngram quick_stall hasty mistyped unknown_flag removed_flag crossed eagle3"
+    names = "baseline ngram quick_stall hasty mistyped unknown_flag removed_flag crossed eagle3 shared_shm"
     session_host.stage(*names.split())
     return session_host
 

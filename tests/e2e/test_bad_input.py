@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from throwaway import Host, Run
+from throwaway import Host, Run, until
+
+from tests.faults.actions import HANG
 
 pytestmark = pytest.mark.host
 
@@ -117,3 +119,17 @@ def test_a_model_that_the_service_user_cannot_read(host: Host) -> None:
         assert host.picture() == before
     finally:
         host.sh("chmod 0644 /srv/models/tiny/model-1.safetensors")
+
+
+def test_a_model_on_a_mount_that_hangs(host: Host) -> None:
+    before = host.picture()
+    host.write("/opt/hang.py", HANG)
+    host.sh("systemd-run --quiet --collect --unit=hang python3 /opt/hang.py /srv/models/tiny")
+    try:
+        until(lambda: "autofs" in host.sh("grep ' /srv/models/tiny ' /proc/mounts || true"), 10, "the mount")
+        run = host.deploy("ngram")
+    finally:
+        host.sh("systemctl stop hang; rm -f /opt/hang.py")
+    one_error(run, "/srv/models/tiny: found no answer", "findmnt -T /srv/models/tiny")
+    assert run.seconds < 90
+    assert host.picture() == before

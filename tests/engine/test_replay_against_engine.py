@@ -54,6 +54,15 @@ def test_v1_drafts_what_the_engines_proposer_drafts(engine_python, shared_path):
     assert corpus.compare(given, found, "v1")["differences"] == 1
 
 
+def test_a_trial_drafts_each_setting_as_an_engine_that_was_loaded_with_it(engine_python, shared_path):
+    given = corpus.cases(positions=3_000)
+    found = asked(shared_path, given, engine_python, HERE / "propose.py", "trial")
+    result = corpus.compare(given, found, "v1")
+    print(result)
+    assert result["compared"] >= 12_000 and result["with_draft"] > 4_000
+    assert result["differences"] == 0, result["first"]
+
+
 def test_v2_drafts_what_the_source_of_the_engines_kernel_drafts(engine_python, shared_path):
     if run(engine_python, "-c", "import importlib.util as i; print(i.find_spec('triton'))").strip() == "None":
         pytest.skip("the engine's Python has no Triton, whose interpreter would run the kernel")

@@ -3,6 +3,7 @@
 sh SCRIPT                     run it on the host over SSH
 bg NAME SCRIPT                run it on the host in a transient unit fault-NAME.service
 kill-swap                     SIGKILL of the swap's main process, in the very phase
+hold-swap SCRIPT              stop the swap's main process in the very phase, run the script on the host, let it go on
 kill-swap-and-resolve         the same, and of the resolve that ExecStopPost starts, once
 signal N UNIT WORDS           signal the processes of a unit whose name or command line holds WORDS
 power-cut | reboot            in the very phase; comes back when the host is up again
@@ -13,10 +14,17 @@ knobs JSON                    other knobs for the starts that follow
 nvidia JSON                   a stand-in nvidia-smi; {"exit": n, "text": s} or {"gpus": [{field: value}]}
 stream N                      a client that streams N tokens and notes how it ended
 foreign PORT SECONDS          a process outside every unit takes the port as soon as it is free and answers 200
+hang-mount FOLDER             whoever looks into the folder waits for ever, as for a mount whose server has gone
 stage-directive LINE          stage a release `directive`: the target's unit with one more line under [Service]
+stage-trial                   stage a release `trial`: the target as a trial variant
+stage-watchdog SECONDS        stage a release `watchdog`: the target with another limit of its unit's watchdog
+stage-gpu-waits               stage a release `gpu-waits`: `gpu`, with the patience to see that waiting will not help
+swap LABEL                    swap to a release and wait until it serves
 shim-systemctl                the host program's `systemctl stop` of the baseline fails, all else passes
 shim-clock SECONDS            the host program's wall clock jumps by so much two seconds after each start of it
-small-state | fill-state      lay a tmpfs under the state folder; shrink it to what it holds
+stop-swap-after VERB UNIT     the swap's main process is stopped right after its next `systemctl VERB` of the unit
+small-state                   lay a tmpfs under the state folder
+fill PLACE KIB                shrink the tmpfs of a folder to what it holds, and so much more
 """
 
 from __future__ import annotations
@@ -33,9 +41,10 @@ from collections.abc import Callable
 from ansible_collections.swapgate.core.plugins.module_utils import units
 
 from . import bed as beds
-from .host import PORT, PROMPT, SERVED
+from .host import PORT, PROMPT, SERVED, HostError
 
 SWAP_UNIT = "swapgate-swap.service"
+APPEAR_S = 3.0
 FOREIGN = """
 import http.server, json, sys, time
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -84,6 +93,25 @@ elif any("query-compute-apps" in word for word in words):
     for row in told.get("apps", []):
         print(row)
 sys.exit(told.get("exit", 0))
+"""
+
+
+# An automount point whose daemon never answers: the kernel lets every other process wait for it, until it is told that
+# there is no daemon any more.
+HANG = """
+import ctypes, fcntl, os, signal, sys
+CATATONIC, DETACH = 0x9362, 2
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+folder = sys.argv[1].encode()
+_, pipe = os.pipe()
+options = f"fd={pipe},pgrp={os.getpgrp()},minproto=5,maxproto=5,direct"
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.mount(b"hangs", folder, b"autofs", 0, options.encode()):
+    sys.exit(os.strerror(ctypes.get_errno()))
+root = os.open(folder, os.O_RDONLY)
+signal.sigwait([signal.SIGTERM])
+fcntl.ioctl(root, CATATONIC)
+libc.umount2(folder, DETACH)
 """
 
 
@@ -141,6 +169,16 @@ def _kill_swap(stage: Stage, _words: str) -> float:
     return moment
 
 
+def _hold_swap(stage: Stage, words: str) -> float:
+    held = stage.freeze()
+    try:
+        return _sh(stage, words)
+    finally:
+        for pid in held:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
 def _kill_both(stage: Stage, words: str) -> float:
     moment = _kill_swap(stage, words)
     end = time.monotonic() + 10
@@ -153,10 +191,14 @@ def _kill_both(stage: Stage, words: str) -> float:
 
 def _signal(stage: Stage, words: str) -> float:
     number, unit, needle = words.split(" ", 2)
-    moment = time.monotonic()
-    if not stage.host.signal(unit, needle, int(number)):
-        raise Missed(f"{unit} has no process {needle!r}")
-    return moment
+    end = time.monotonic() + APPEAR_S
+    while True:  # on a busy machine the process may not be there yet
+        moment = time.monotonic()
+        if stage.host.signal(unit, needle, int(number)):
+            return moment
+        if moment > end:
+            raise Missed(f"{unit} has no process {needle!r}")
+        time.sleep(0.05)
 
 
 def _power_cut(stage: Stage, _words: str) -> float:
@@ -224,19 +266,77 @@ def _foreign(stage: Stage, words: str) -> float:
     return _background(stage, f"foreign exec python3 /opt/faults/foreign.py {port} {seconds}")
 
 
+def _hang_mount(stage: Stage, words: str) -> float:
+    stage.host.write("/opt/faults/hang.py", HANG)
+    _background(stage, f"hang exec python3 /opt/faults/hang.py {words}")
+    stage.host.sh(f"for try in $(seq 50); do grep -q ' {words} autofs ' /proc/mounts && exit; sleep 0.1; done; exit 1")
+    return time.monotonic()
+
+
 def _sleep(_stage: Stage, words: str) -> float:
     time.sleep(float(words))
     return time.monotonic()
 
 
 def _stage_directive(stage: Stage, words: str) -> float:
-    root = stage.host.box.root / "var/lib/swapgate/releases" / stage.bed.releases["ngram"]
-    variant = json.loads((root / "variant.json").read_text(encoding="utf-8"))
-    unit = (root / variant["unit"]).read_text(encoding="utf-8").replace("[Service]\n", f"[Service]\n{words}\n", 1)
+    return _stage_odd(stage, "directive", f"[Service]\n{words}\n", {})
+
+
+def _stage_trial(stage: Stage, _words: str) -> float:
+    return _stage_odd(stage, "trial", "[Service]\n", {"trial": True})
+
+
+def _stage_watchdog(stage: Stage, words: str) -> float:
+    return _stage_odd(stage, "watchdog", "[Service]\n", {}, {"WatchdogSec=120": f"WatchdogSec={words}"})
+
+
+def _stage_gpu_waits(stage: Stage, _words: str) -> float:
+    return _stage_odd(stage, "gpu-waits", "[Service]\n", {"free_timeout_s": 60}, origin="gpu")
+
+
+def _stage_links(stage: Stage, words: str) -> float:
+    """A release that proves its links, and an engine whose torch says ``words`` when they are tried."""
+    root = next(
+        (stage.host.box.root / f"opt/swapgate/engines/vllm-{beds.OLDER}" / "lib").glob("python3*/site-packages")
+    )
+    packages = "/" + str(root.relative_to(stage.host.box.root))
+    stage.host.write(
+        f"{packages}/torch/__init__.py",
+        "__version__ = '0'\nclass device:\n    type = 'cpu'\n    def __init__(self, _name): pass\n",
+    )
+    broken = f"def init_process_group(*_words, **_options):\n    raise RuntimeError({words!r})\n"
+    stage.host.write(f"{packages}/torch/distributed/__init__.py", broken)
+    return _stage_odd(stage, "links", "[Service]\n", {"prove_links": True}, origin="older")
+
+
+def _swap(stage: Stage, words: str) -> float:
+    stage.host.sh(f"swapgate ask {stage.bed.releases[words]} --by matrix")
+    end = time.monotonic() + 60
+    while stage.host.swap().get("outcome") != "swapped":
+        if time.monotonic() > end:
+            raise HostError(f"the swap to {words} before the fault: expected swapped, found {stage.host.swap()}")
+        time.sleep(0.1)
+    return time.monotonic()
+
+
+def _stage_odd(
+    stage: Stage,
+    label: str,
+    service: str,
+    more: dict[str, object],
+    other: dict[str, str] | None = None,
+    origin: str = "ngram",
+) -> float:
+    root = stage.host.box.root / "var/lib/swapgate/releases" / stage.bed.releases[origin]
+    variant = {**json.loads((root / "variant.json").read_text(encoding="utf-8")), **more}
+    unit = (root / variant["unit"]).read_text(encoding="utf-8").replace("[Service]\n", service, 1)
+    for old, new in (other or {}).items():
+        assert unit.count(old) == 1, f"{old} stands {unit.count(old)} times in {variant['unit']}"
+        unit = unit.replace(old, new)
     release = units.release_id(unit, variant)
     stage.host.write(f"/var/lib/swapgate/releases/{release}/{variant['unit']}", unit)
     stage.host.write(f"/var/lib/swapgate/releases/{release}/variant.json", json.dumps(variant))
-    stage.bed.releases["directive"] = release
+    stage.bed.releases[label] = release
     return time.monotonic()
 
 
@@ -245,6 +345,12 @@ if [[ " $* " == *" stop "* && " $* " == *" vllm-tiny.service "* ]]; then
   echo "stand-in: the job timed out" >&2; exit 1
 fi
 exec /usr/bin/systemctl "$@"
+"""
+# Lets every call pass; after the one that is waited for it takes itself away and stops who called.
+SHIM_STOP = """#!/bin/bash
+/usr/bin/systemctl "$@"; code=$?
+if [[ " $* " == *" {verb} "* && " $* " == *" {unit} "* ]]; then rm "$0"; kill -STOP $PPID; fi
+exit $code
 """
 # Only wall-clock readings jump, as when somebody sets the time; monotonic ones go on.
 SHIM_CLOCK = """#!/usr/bin/python3 -I
@@ -261,7 +367,16 @@ sys.exit(main())
 
 
 def _shim_systemctl(stage: Stage, _words: str) -> float:
-    stage.host.write("/opt/faults/shim/systemctl", SHIM_SYSTEMCTL, "0755")
+    return _shim(stage, SHIM_SYSTEMCTL)
+
+
+def _stop_swap_after(stage: Stage, words: str) -> float:
+    verb, unit = words.split()
+    return _shim(stage, SHIM_STOP.format(verb=verb, unit=unit))
+
+
+def _shim(stage: Stage, script: str) -> float:
+    stage.host.write("/opt/faults/shim/systemctl", script, "0755")
     path = "/opt/faults/shim:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
     stage.host.write(f"/etc/systemd/system/{SWAP_UNIT}.d/shim.conf", f"[Service]\nEnvironment=PATH={path}\n")
     stage.host.sh("systemctl daemon-reload")
@@ -282,10 +397,11 @@ def _small_state(stage: Stage, _words: str) -> float:
     return time.monotonic()
 
 
-def _fill_state(stage: Stage, _words: str) -> float:
+def _fill(stage: Stage, words: str) -> float:
+    place, more = words.split()
     stage.host.sh(
-        "mount -o remount,size=$(df -k --output=used /var/lib/swapgate | tail -1 | tr -d ' ')k "
-        "$(findmnt -n -o TARGET -T /var/lib/swapgate | tail -1)"
+        f"mount -o remount,size=$(( $(df -k --output=used {place} | tail -1) + {more} ))k "
+        f"$(findmnt -n -o TARGET -T {place} | tail -1)"
     )
     return time.monotonic()
 
@@ -294,6 +410,7 @@ VERBS: dict[str, Callable[[Stage, str], float]] = {
     "sh": _sh,
     "bg": _background,
     "kill-swap": _kill_swap,
+    "hold-swap": _hold_swap,
     "kill-swap-and-resolve": _kill_both,
     "signal": _signal,
     "power-cut": _power_cut,
@@ -304,10 +421,17 @@ VERBS: dict[str, Callable[[Stage, str], float]] = {
     "nvidia": _nvidia,
     "stream": _stream,
     "foreign": _foreign,
+    "hang-mount": _hang_mount,
     "sleep": _sleep,
     "stage-directive": _stage_directive,
+    "stage-trial": _stage_trial,
+    "stage-watchdog": _stage_watchdog,
+    "stage-gpu-waits": _stage_gpu_waits,
+    "stage-links": _stage_links,
+    "swap": _swap,
+    "stop-swap-after": _stop_swap_after,
     "shim-systemctl": _shim_systemctl,
     "shim-clock": _shim_clock,
     "small-state": _small_state,
-    "fill-state": _fill_state,
+    "fill": _fill,
 }

@@ -87,7 +87,15 @@ VARIABLES: dict[str, Any] = {
     "fault_releases": RELEASES,
 }
 
-UNIT = {"baseline": "vllm-tiny.service", "baseline2": "vllm-tiny.service", "ngram": "vllm-tiny-ngram.service"}
+# Of the labels whose unit is not named like them; those of the last two lines are staged by rows.
+UNIT = {
+    "baseline": "vllm-tiny.service",
+    "baseline2": "vllm-tiny.service",
+    "ngram": "vllm-tiny-ngram.service",
+    **dict.fromkeys(("directive", "trial", "watchdog"), "vllm-tiny-ngram.service"),
+    "gpu-waits": "vllm-tiny-gpu.service",
+    "links": "vllm-tiny-older.service",
+}
 
 SAVE = """set -e
 rm -rf /opt/faults/good; mkdir -p /opt/faults/good/units /opt/faults/good/lib
@@ -102,8 +110,8 @@ rm -rf /opt/faults/good/model; cp -a {model} /opt/faults/good/model
 
 # Puts back what a row may have broken. $1 is `cold` when the serving baseline must be started anew too.
 RESET = """set -u
-for place in {places}; do while mountpoint -q $place; do umount -l $place || break; done; done
 systemctl list-units 'fault-*' --all --plain --no-legend | cut -d' ' -f1 | xargs -r systemctl stop
+for place in {places}; do while mountpoint -q $place; do umount -l $place || break; done; done
 rm -rf /usr/local/bin/nvidia-smi /etc/systemd/system/swapgate-swap.service.d /run/swapgate/swap.lock
 echo '{knobs}' > /etc/fake_vllm.json
 systemctl kill -s KILL swapgate-swap.service 2>/dev/null
@@ -198,7 +206,7 @@ def _engines(host: Host) -> None:
 
 def _stage(host: Host) -> dict[str, str]:
     """Run the playbook; returns label to release."""
-    variables = ARTIFACTS / "variables.json"
+    variables = ARTIFACTS / f"{host.name}-variables.json"
     variables.write_text(json.dumps(VARIABLES, indent=1))
     words = [
         str(Path(sys.executable).parent / "ansible-playbook"),
@@ -235,6 +243,8 @@ def _first_swap(host: Host, releases: dict[str, str]) -> None:
         time.sleep(0.2)
     if host.swap()["outcome"] != "swapped":
         raise HostError(f"the first swap of the bed: expected swapped, found {json.dumps(host.swap(), indent=1)}")
+    # Its unit is there a little longer: a reset that killed it would have systemd start it again.
+    host.sh("for n in $(seq 99); do [ $(systemctl is-active swapgate-swap) = activating ] || exit 0; sleep 0.1; done")
     state = host.state()
     state["swap"] = None
     host.sh("cp -a /opt/faults/releases/. /var/lib/swapgate/releases/")
@@ -265,6 +275,7 @@ def prepare(name: str, say: Callable[[str], None]) -> Bed:
     known = json.loads(record.read_text()) if record.is_file() and not fresh else {}
     engine = _digest(REPO / "tests/fake_vllm/vllm", REPO / "tests/fake_vllm/build_wheels.py") + str(CONFIG)
     program = _digest(REPO / "plugins", REPO / "roles/vllm_service", FOLDER / "prepare.yml", FOLDER / "bed.py")
+    program += f" on {PORT}"
     now = {"engine": engine, "program": program, "releases": known.get("releases", {})}
     if known.get("engine") != engine:
         say("installing the fake engine")

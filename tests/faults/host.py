@@ -21,9 +21,11 @@ from scripts import sandbox
 
 REPO = Path(__file__).resolve().parents[2]
 
-SSH_PORT = 2741
-PORT = 8741
-OTHER_PORT = 8742
+# Throwaway hosts share this machine's network: a second run at the same time needs ports of its own.
+FIRST_PORT = int(os.environ.get("SWAPGATE_FAULTS_PORT", "8741"))
+SSH_PORT = FIRST_PORT - 6000
+PORT = FIRST_PORT
+OTHER_PORT = FIRST_PORT + 1
 SERVED = "tiny"
 # In the answer of a server that is no engine of ours: see actions.FOREIGN.
 FOREIGN_MARK = "says somebody else"

@@ -1,11 +1,11 @@
 """Runs on the host under test: prints as one JSON object what serves, what boots and what was left behind.
 
-    python3 look.py PORT [UNIT SINCE_MONOTONIC_S PATTERN]
+    python3 look.py PORT [UNIT SINCE_MONOTONIC_S PATTERN...]
 
 {"holders": {unit: [pid, ...]}, "enabled": [unit, ...], "active": [unit, ...], "lock_free": bool,
- "engine_strays": [str, ...], "swap_unit": str, "installed_ok": bool, "status": {...}, "line_at": s | null,
- "restarts": {unit: n}}
-``line_at`` is when the journal of UNIT got its first line that matches PATTERN (monotonic seconds).
+ "engine_strays": [str, ...], "swap_unit": str, "installed_ok": bool, "status": {...},
+ "lines_at": {PATTERN: s | null}, "restarts": {unit: n}}
+``lines_at`` is when the journal of UNIT got its first line that matches a PATTERN (monotonic seconds).
 """
 
 import contextlib
@@ -59,13 +59,15 @@ def strays(units):
     return found
 
 
-def line_at(unit, since, pattern):
+def lines_at(unit, since, patterns):
+    found = dict.fromkeys(patterns)
     for row in out("journalctl", "-u", unit, "-o", "json", "--no-pager", "-b", "0", "-n", "3000").splitlines():
         entry = json.loads(row)
         text, when = entry.get("MESSAGE"), int(entry["__MONOTONIC_TIMESTAMP"]) / 1e6
-        if when >= since and isinstance(text, str) and re.search(pattern, text):
-            return when
-    return None
+        for pattern in patterns:
+            if found[pattern] is None and when >= since and isinstance(text, str) and re.search(pattern, text):
+                found[pattern] = when
+    return found
 
 
 def status():
@@ -102,7 +104,7 @@ def main():
                 "swap_unit": out("systemctl", "is-active", "swapgate-swap.service").strip(),
                 "installed_ok": installed_ok(known),
                 "status": known,
-                "line_at": line_at(sys.argv[2], float(sys.argv[3]), sys.argv[4]) if len(sys.argv) > 4 else None,
+                "lines_at": lines_at(sys.argv[2], float(sys.argv[3]), sys.argv[4:]) if len(sys.argv) > 4 else {},
                 "restarts": {
                     unit: int(out("systemctl", "show", unit, "--property=NRestarts").strip().partition("=")[2] or 0)
                     for unit in units

@@ -42,6 +42,11 @@ BLOWS = ("kill-swap", "kill-swap", "kill-swap", "stop-swap", "stop-unit", "power
 BLOW_SHARE = 0.5
 HEARD_S = 15.0
 BAD_START_SHARE = 0.5
+WAIT_SHARE = 0.2
+WAIT_S = 3
+ANSWERS = ("sh swapgate confirm", "sh swapgate decline --because chance", "")
+# Requests that began no swap, by their share, before the run is given up.
+LOST_SHARE = 0.2
 
 
 def plan(chance: random.Random, number: int, serving: str) -> Row:
@@ -54,12 +59,17 @@ def plan(chance: random.Random, number: int, serving: str) -> Row:
         rule["unless"] = MARK["baseline2"]
     knobs = {"variants": [rule]} if bad else {}
     at: dict[str, tuple[str, ...]] = {}
+    # Some wait for a person, who confirms, declines, or does not come.
+    waits = chance.random() < WAIT_SHARE
+    if waits and (said := chance.choice(ANSWERS)):
+        at["confirm+0.3"] = (said,)
     if chance.random() < BLOW_SHARE:
-        phase = chance.choice(PHASES if not bad else (*PHASES[:8], *BACK_PHASES))
+        good = (*PHASES, *(["confirm"] * 3 if waits else []))
+        phase = chance.choice(good if not bad else (*PHASES[:8], *BACK_PHASES))
         blow = chance.choice(BLOWS)
         unit = beds.UNIT[target]
         if blow == "stop-unit" and phase == "commit":
-            blow = "reload"  # stopping by hand what has just become last good is the operator's will, no fault
+            blow = "reload"  # the moment after the swap it is the operator's will, no fault: row hand-stop-commit
         at[phase] = (
             {
                 "stop-swap": f"sh systemctl stop --no-block {SWAP_UNIT}",
@@ -67,9 +77,18 @@ def plan(chance: random.Random, number: int, serving: str) -> Row:
                 "reload": "sh systemctl daemon-reload",
             }.get(blow, blow),
         )
-    name = f"{number}: to {target}, {bad or 'sound'}, {at or 'undisturbed'}"
+    name = f"{number}: to {target}{', to be confirmed' if waits else ''}, {bad or 'sound'}, {at or 'undisturbed'}"
     return Row(
-        str(number), name, OUTCOMES, target=target, knobs=knobs, at=at, serves="last good", limit_s=90, settle_s=30
+        str(number),
+        name,
+        OUTCOMES,
+        target=target,
+        confirm_within_s=WAIT_S if waits else 0,
+        knobs=knobs,
+        at=at,
+        serves="last good",
+        limit_s=90,
+        settle_s=30,
     )
 
 
@@ -91,9 +110,13 @@ def _ask_until_heard(stage: Stage, row: Row) -> None:
 
 
 def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
-    """Run one planned swap on the host as the one before left it; returns its outcome and the broken promises."""
+    """Run one planned swap on the host as the one before left it; returns its outcome and the broken promises.
+
+    The outcome is that of this very swap, by its id; `none` when it left no record of its own.
+    """
     stage = Stage(bed)
     before = bed.host.state().get("last_good") or {}
+    earlier = bed.host.swap().get("id")
     stage.act("knobs " + json.dumps(row.knobs))
     client = Client(bed.host)
     swap: dict[str, Any] = {}
@@ -112,7 +135,7 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
         client.close()
         if stage.asker is not None:
             stage.asker.communicate(timeout=30)
-    outcome = str(swap.get("outcome"))
+    outcome = str(swap.get("outcome")) if swap.get("id") != earlier else "none"
     now = bed.host.state().get("last_good") or {}
     if outcome not in OUTCOMES:
         misses.append(f"outcome {outcome}, expected one of {', '.join(OUTCOMES)}")
@@ -120,7 +143,7 @@ def one(bed: beds.Bed, row: Row) -> tuple[str, list[str]]:
         misses.append(
             f"failed, although the last good variant could serve: {json.dumps(swap.get('rollback_cause'))[:300]}"
         )
-    if outcome not in ("swapped", "None") and now.get("release") != before.get("release"):
+    if outcome not in ("swapped", "none") and now.get("release") != before.get("release"):
         misses.append(f"last good became {now.get('variant')} by a swap that ended {outcome}")
     if outcome == "swapped" and now.get("release") != bed.releases[row.target]:
         misses.append(f"swapped to {row.target}, and last good is {now.get('variant')}")
@@ -135,13 +158,18 @@ def _start_over(bed: beds.Bed) -> None:
 
 
 def run(bed: beds.Bed, count: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """{"swaps", "seed", "outcomes": {outcome: n}, "misses": [{"swap", "outcome", "misses"}], "minutes"}."""
+    """Go on until ``count`` swaps with a record of their own have ended; what changed nothing is not counted.
+
+    {"swaps", "seed", "outcomes": {outcome: n}, "requests", "misses": [{"swap", "outcome", "misses"}], "minutes"}
+    """
     chance = random.Random(seed)
     begun = time.monotonic()
     _start_over(bed)
     outcomes: collections.Counter[str] = collections.Counter()
     broken: list[dict[str, Any]] = []
-    for number in range(1, count + 1):
+    ran = number = 0
+    while ran < count and number < count * (1 + LOST_SHARE) + 5:
+        number += 1
         serving = bed.label_of((bed.host.state().get("last_good") or {}).get("release", ""))
         row = plan(chance, number, serving)
         try:
@@ -149,6 +177,7 @@ def run(bed: beds.Bed, count: int, seed: int, say: Callable[[str], None]) -> dic
         except HostError as error:
             outcome, misses = "none", [str(error)]
         outcomes[outcome] += 1
+        ran += outcome in OUTCOMES and outcome != "unchanged"
         say(f"{'ok  ' if not misses else 'MISS'} swap {row.fault}: {outcome}")
         if misses:
             broken.append({"swap": row.fault, "outcome": outcome, "misses": misses})
@@ -156,7 +185,8 @@ def run(bed: beds.Bed, count: int, seed: int, say: Callable[[str], None]) -> dic
                 say(f"       {miss}")
             _start_over(bed)
     return {
-        "swaps": count,
+        "swaps": ran,
+        "requests": number,
         "seed": seed,
         "outcomes": dict(outcomes),
         "misses": broken,

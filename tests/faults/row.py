@@ -24,15 +24,19 @@ class Row:
     # Rows of the reference's table of faults.
     ref: str = ""
     target: str = "ngram"
+    # Asked for with this time to be confirmed within; 0: no confirmation.
+    confirm_within_s: int = 0
     knobs: dict[str, Any] = field(default_factory=dict)
     # Whether the serving baseline is started anew under the knobs before the swap.
     restart: bool = False
     before: tuple[str, ...] = ()
     at: dict[str, tuple[str, ...]] = field(default_factory=dict)
     after: tuple[str, ...] = ()
-    # When the fault happened: `ask`, `action` (the first of `at`), `start+S`, `probe+S`, or `line:PATTERN`, the first
-    # such line in the journal of the target's unit.
+    # When the fault happened: `ask`, `action` (the first of `at`), `start+S`, `probe+S`, `confirm+S`, `exit` (the
+    # target's server ends, by its process), or `line:PATTERN`, the first such line in the journal of the target's unit.
     moment: str = "ask"
+    # Of a row without a swap: the line in the journal of what serves with which the fault was noticed.
+    noticed: str = ""
     # The label that must serve at the end, or "" when none can.
     serves: str = "baseline"
     # The fault itself forbids a clean end (two units enabled, no room for the state): only who serves is looked at.

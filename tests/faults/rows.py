@@ -24,8 +24,11 @@ BACK_PHASES = (
     "rollback-watch",
     "rollback-probe",
 )
+OLD_GROUP = f"system.slice/{BASE_UNIT}"
 # Until the stop nothing was touched, so that there is nothing to come back from.
 UNTOUCHED = ("preflight", "way back")
+# Long enough for every row that does not wait for its end.
+CONFIRM_S = 60
 HEAL_ENGINES = "sh rm -rf /opt/swapgate/engines && cp -a /opt/faults/engines /opt/swapgate/engines"
 
 
@@ -132,7 +135,7 @@ REFUSED = [
         "venv-import-error",
         "the target's engine cannot be imported",
         ("refused",),
-        "no_such_library",
+        "no_such_library.*Remove /opt/.* and run the deploy again",
         "4",
         target="older",
         before=(f"sh echo import no_such_library >> $(echo {OLDER_VENV}/lib/python3*/site-packages/vllm/__init__.py)",),
@@ -204,6 +207,16 @@ REFUSED = [
         simulated="a tmpfs with mode 0700 over the model's folder",
     ),
     Row(
+        "mount-hangs",
+        "the model's mount hangs: its server has gone",
+        ("refused",),
+        f"{MODEL} did not answer within 30 s",
+        "6",
+        before=(f"hang-mount {MODEL}",),
+        after=("sh systemctl stop fault-hang",),
+        simulated="an automount (autofs) whose daemon never mounts: whoever looks into it waits in the kernel",
+    ),
+    Row(
         "disk-full-cache",
         "no room for the compile cache",
         ("refused",),
@@ -211,6 +224,36 @@ REFUSED = [
         "7",
         before=("sh mount -t tmpfs -o size=100m tmpfs /var/cache",),
         simulated="a small tmpfs over /var/cache",
+    ),
+    Row(
+        "disk-low-state",
+        "no room for the state",
+        ("refused",),
+        "/var/lib/swapgate has .* MiB free",
+        "7",
+        before=("small-state", "fill /var/lib/swapgate 51200"),
+        after=("sh umount -l /var/lib/swapgate",),
+        simulated="a tmpfs under the state folder, shrunk to 50 MiB more than it holds",
+    ),
+    Row(
+        "disk-full-ask",
+        "the disk of the state is full when a swap is asked for",
+        ("refused",),
+        "^swapgate: .*No space left on device: '/var/lib/swapgate/",
+        "7",
+        before=("small-state", "fill /var/lib/swapgate 0"),
+        after=("sh umount -l /var/lib/swapgate",),
+        simulated="a tmpfs under the state folder, shrunk to what it holds",
+    ),
+    Row(
+        "disk-low-run",
+        "/run is all but full",
+        ("refused",),
+        "/run has .* MiB free",
+        "7",
+        before=("fill /run 8192",),
+        after=("sh mount -o remount,size=50% /run",),
+        simulated="the tmpfs of /run is shrunk to 8 MiB more than it holds",
     ),
     Row(
         "driver-mismatch",
@@ -307,7 +350,7 @@ REFUSED = [
         ("refused",),
         "baseline.json",
         "10",
-        before=("sh sed -i s/8741/8799/ /etc/swapgate/variants/baseline.json",),
+        before=(f"sh sed -i s/{PORT}/8799/ /etc/swapgate/variants/baseline.json",),
     ),
     Row(
         "release-edited",
@@ -480,7 +523,7 @@ LOADS = [
         ("rolled_back",),
         "compil|ended (of|with)",
         knobs=ngram(load_s=2, crash_at="compile", crash_with="silent"),
-        moment="start+0.8",
+        moment="exit",
         never_ready=True,
     ),
     Row(
@@ -489,7 +532,7 @@ LOADS = [
         ("rolled_back",),
         "segfault|segmentation|SIGSEGV|signal 11",
         knobs=ngram(load_s=2, crash_at="60%", crash_with="segfault"),
-        moment="line:egmentation|SIGSEGV",
+        moment="line:Segfault",
         never_ready=True,
     ),
     Row(
@@ -534,7 +577,7 @@ LOADS = [
         ("rolled_back",),
         "signal 9|SIGKILL|killed",
         knobs=ngram(load_s=2, crash_at="50%", crash_signal=9),
-        moment="start+1.3",
+        moment="exit",
         never_ready=True,
     ),
     Row(
@@ -642,7 +685,7 @@ LOADS = [
         "completion|engine ?core",
         "21",
         knobs=ngram(die_on_first_completion=True),
-        moment="start+1",
+        moment="line:died unexpectedly",
         never_ready=True,
         ci=True,
     ),
@@ -750,6 +793,42 @@ LOADS = [
         simulated="a stand-in nvidia-smi",
     ),
     Row(
+        "gpu-wedged-by-stop",
+        "the stop leaves the GPU at 100 % with no process on it",
+        ("rolled_back",),
+        "never get free.*(100 %|wedged)",
+        "9, 25",
+        target="gpu-waits",
+        before=(
+            "stage-gpu-waits",
+            'nvidia {"gpus": [{}]}',
+        ),
+        at={
+            "stop": (
+                'nvidia {"gpus": [{"memory.used": "624 MiB", "utilization.gpu": "100 %", "power.draw": "120.00 W"}]}',
+            )
+        },
+        moment="action",
+        never_ready=True,
+        simulated="a stand-in nvidia-smi",
+    ),
+    Row(
+        "gpu-held-by-nobody",
+        "GPU memory stays in use after the stop, and no process holds it",
+        ("rolled_back",),
+        "never get free.*60000",
+        "25",
+        target="gpu-waits",
+        before=(
+            "stage-gpu-waits",
+            'nvidia {"gpus": [{}]}',
+        ),
+        at={"stop": ('nvidia {"gpus": [{"memory.used": "60000 MiB"}]}',)},
+        moment="action",
+        never_ready=True,
+        simulated="a stand-in nvidia-smi",
+    ),
+    Row(
         "soak-death",
         "ready, then dead in its soak",
         ("rolled_back",),
@@ -844,6 +923,23 @@ STOPS = [
         limit_s=90,
     ),
     Row(
+        "stop-leftover",
+        "a process of the old engine outlives its unit's stop, holding little memory",
+        ("swapped",),
+        "",
+        "25",
+        serves="ngram",
+        at={
+            "install": (
+                "hold-swap sleep 60 > /dev/null 2>&1 & for tree in systemd unified; do "
+                f"mkdir -p /sys/fs/cgroup/$tree/{OLD_GROUP}; echo $! > /sys/fs/cgroup/$tree/{OLD_GROUP}/cgroup.procs; "
+                "done",
+            ),
+            "free+1.5": (f"sh kill $(cat /sys/fs/cgroup/systemd/{OLD_GROUP}/cgroup.procs)",),
+        },
+        simulated="a process is put into the control group of the stopped unit",
+    ),
+    Row(
         "stop-unkillable",
         "the old engine cannot be killed (D state)",
         ("failed", "rolled_back"),
@@ -853,6 +949,28 @@ STOPS = [
         limit_s=150,
         moment="stop",
         simulated="a systemctl in front of the real one refuses the stop of the old unit",
+    ),
+    Row(
+        "stop-survivor",
+        "a process of the old engine is there after the last SIGKILL, and stays",
+        ("failed",),
+        "is not gone.*rollback_cause.*is not gone",
+        "26",
+        serves="",
+        at={
+            "install": (
+                "hold-swap sleep 120 > /dev/null 2>&1 & for tree in systemd unified; do "
+                f"mkdir -p /sys/fs/cgroup/$tree/{OLD_GROUP}; echo $! > /sys/fs/cgroup/$tree/{OLD_GROUP}/cgroup.procs; "
+                "done",
+            ),
+            "end": (f"sh systemctl show {NGRAM_UNIT} --property=ActiveState,ExecMainStartTimestampMonotonic",),
+        },
+        after=(f"sh kill $(cat /sys/fs/cgroup/systemd/{OLD_GROUP}/cgroup.procs)",),
+        says="ExecMainStartTimestampMonotonic=0",
+        moment="action",
+        settle_s=1,
+        never_ready=True,
+        simulated="a process that sleeps is put into the control group of the stopped unit",
     ),
     Row(
         "target-ignores-stop",
@@ -1039,6 +1157,72 @@ AROUND = [
         at={"watch+1.5": ("sh systemctl kill -s KILL systemd-journald",)},
     ),
     Row(
+        "journal-drops",
+        "journald drops every line, and the target crashes",
+        ("rolled_back",),
+        OOM,
+        "36",
+        knobs=CRASH,
+        before=(
+            "sh mkdir -p /run/systemd/journald.conf.d && printf '[Journal]\\nStorage=none\\n' "
+            "> /run/systemd/journald.conf.d/drops.conf && systemctl restart systemd-journald",
+        ),
+        after=("sh rm /run/systemd/journald.conf.d/drops.conf && systemctl restart systemd-journald",),
+        moment="exit",
+        never_ready=True,
+    ),
+    Row(
+        "journal-hangs",
+        "journald hangs during the load, which then crashes",
+        ("rolled_back",),
+        OOM,
+        "36",
+        knobs=ngram(load_s=4, crash_at="80%"),
+        at={"watch+0.5": ("signal 19 systemd-journald.service systemd-journald",)},
+        after=("sh systemctl kill -s CONT systemd-journald",),
+        moment="exit",
+        never_ready=True,
+    ),
+    Row(
+        "venv-changed-in-swap",
+        "the target's virtualenv is upgraded in place while the old engine stops",
+        ("rolled_back",),
+        "engine.*changed since its preflight",
+        "40",
+        target="older",
+        at={"stop": (f"hold-swap {OLDER_VENV}/bin/pip install -q --no-index --find-links {SHELF} vllm=={NEWER}",)},
+        after=(HEAL_ENGINES,),
+        moment="action",
+        never_ready=True,
+        limit_s=120,
+    ),
+    Row(
+        "links-broken",
+        "the links between the GPUs fail their all-reduce, after the stop and before the load",
+        ("rolled_back",),
+        "links.*failed.*unhandled system error",
+        target="links",
+        before=("stage-links NCCL error: unhandled system error",),
+        after=(HEAL_ENGINES,),
+        simulated="two processes without GPU, and a stand-in torch that raises NCCL's error",
+        never_ready=True,
+    ),
+    Row(
+        "way-back-changed-in-swap",
+        "the target crashes, and the last good variant's virtualenv is upgraded before it is back",
+        ("rolled_back",),
+        "came back on another engine.*" + OOM,
+        "12, 40",
+        knobs=CRASH,
+        at={
+            "rollback-stop": (f"hold-swap {VENV}/bin/pip install -q --no-index --find-links {SHELF} vllm=={NEWER}",),
+        },
+        after=(HEAL_ENGINES,),
+        moment="line:OutOfMemory",
+        never_ready=True,
+        limit_s=120,
+    ),
+    Row(
         "clock-forward",
         "the wall clock jumps an hour ahead during the swap",
         ("swapped",),
@@ -1107,7 +1291,7 @@ AROUND = [
         "7",
         knobs=ngram(load_s=4, crash_at="90%"),
         before=("small-state",),
-        at={"watch+1": ("fill-state",)},
+        at={"watch+1": ("fill /var/lib/swapgate 0",)},
         moment="start+3.8",
         simulated="a tmpfs under the state folder, shrunk to what it holds",
         limit_s=40,
@@ -1123,7 +1307,7 @@ AROUND = [
         "7",
         serves="last good",
         knobs=ngram(load_s=4),
-        at={"watch+1": ("sh mount -o remount,size=$(df -k --output=used /run | tail -1)k /run",)},
+        at={"watch+1": ("fill /run 0",)},
         after=("sh mount -o remount,size=50% /run",),
         simulated="the tmpfs of /run is shrunk to what it holds",
     ),
@@ -1135,6 +1319,7 @@ AROUND = [
         "18, 19",
         target="",
         at={"end": (f"signal 9 {BASE_UNIT} VLLM::Worker", "sleep 2.5")},
+        noticed="Main process exited",
         settle_s=25,
         ci=True,
     ),
@@ -1146,7 +1331,21 @@ AROUND = [
         "18",
         target="",
         at={"end": (f"signal 9 {BASE_UNIT} /usr/local/bin/swapgate", "sleep 1")},
+        noticed="Main process exited",
         settle_s=25,
+    ),
+    Row(
+        "hangs-next-day",
+        "a worker of the last good variant is stopped in service: /health 200, completions hang",
+        ("recovered",),
+        "",
+        "20",
+        target="",
+        serves="watchdog",
+        before=("stage-watchdog 8", "swap watchdog"),
+        at={"end": (f"signal 19 {NGRAM_UNIT} VLLM::Worker", "sleep 2")},
+        noticed="Watchdog timeout",
+        settle_s=60,
     ),
     Row(
         "crash-loop",
@@ -1202,6 +1401,7 @@ def _cut(phase: str, verb: str, what: str, ref: str, ci: bool) -> Row:
         ref,
         knobs={**slow, **(CRASH if phase.startswith("rollback-") else {})},
         at={phase: (verb,)},
+        confirm_within_s=CONFIRM_S if phase == "confirm" else 0,
         moment="action",
         limit_s=120,
         settle_s=30,
@@ -1221,21 +1421,150 @@ def power(phase: str, verb: str) -> Row:
     return _cut(phase, verb, what, "31", (verb, phase) == ("power-cut", "watch"))
 
 
+def between(name: str, what: str, verb: str, unit: str, blow: str) -> Row:
+    """The commit is cut off after one of its calls that move what starts at boot, before the state file knows."""
+    return Row(
+        f"{blow.removesuffix('-swap')}-commit-{name}",
+        f"{what} in phase commit, after boot enablement and before the last good release is written",
+        ("recovered",),
+        "commit",
+        "30" if blow == "kill-swap" else "31",
+        before=(f"stop-swap-after {verb} {unit}",),
+        at={"commit+1.5": (blow,)},
+        moment="action",
+        limit_s=120,
+        settle_s=30,
+        ci=(name, blow) == ("moved", "kill-swap"),
+    )
+
+
 def dropped(phase: str) -> Row:
-    """The connection of whoever asked breaks in a phase."""
+    """The connection of whoever asked breaks in a phase: the swap goes on, forward or back."""
+    back = phase.startswith("rollback-")
     return Row(
         f"ssh-{phase.replace(' ', '-')}",
         f"SSH drops in phase {phase}",
-        ("swapped",),
-        "",
+        ("rolled_back",) if back else ("swapped",),
+        OOM if back else "",
         "28, 29",
-        serves="ngram",
-        at={phase: ("drop-ssh",)},
+        knobs={"ttft_s": 0.3, **CRASH} if back else {},
+        serves="baseline" if back else "ngram",
+        at={phase: ("drop-ssh",), **({"confirm+0.7": ("sh swapgate confirm",)} if phase == "confirm" else {})},
+        confirm_within_s=CONFIRM_S if phase == "confirm" else 0,
         ci=phase == "watch",
     )
 
 
+CONFIRM = [
+    Row(
+        "confirm-given",
+        "a person confirms in time",
+        ("swapped",),
+        serves="ngram",
+        confirm_within_s=CONFIRM_S,
+        at={"confirm+0.5": ("sh swapgate confirm --by judge",)},
+    ),
+    Row(
+        "confirm-none",
+        "nobody confirms in time",
+        ("rolled_back",),
+        "nobody confirmed the swap within 2 s",
+        confirm_within_s=2,
+        moment="confirm+2",
+        ci=True,
+    ),
+    Row(
+        "confirm-declined",
+        "a person declines",
+        ("rolled_back",),
+        "declined by judge: the drafts are slow",
+        confirm_within_s=CONFIRM_S,
+        at={"confirm+0.5": ("sh swapgate decline --by judge --because 'the drafts are slow'",)},
+        moment="action",
+    ),
+    Row(
+        "confirm-dies",
+        "the engine core is killed while the swap waits to be confirmed",
+        ("rolled_back",),
+        "died|ended|signal|killed",
+        confirm_within_s=CONFIRM_S,
+        at={"confirm+0.5": (f"signal 9 {NGRAM_UNIT} VLLM::EngineCore",)},
+        moment="action",
+        limit_s=90,
+        ci=True,
+    ),
+    Row(
+        "confirm-hangs",
+        "a worker is stopped while the swap waits: /health 200, completions hang",
+        ("rolled_back",),
+        "answer|completion|probe",
+        confirm_within_s=150,
+        at={"confirm+0.5": (f"signal 19 {NGRAM_UNIT} VLLM::Worker",)},
+        moment="action",
+        limit_s=200,
+    ),
+    Row(
+        "confirm-hand-stop",
+        "an operator stops the target's unit while the swap waits",
+        ("rolled_back",),
+        "died while it waited to be confirmed",
+        confirm_within_s=CONFIRM_S,
+        at={"confirm+0.5": (f"sh systemctl stop --no-block {NGRAM_UNIT}",)},
+        moment="action",
+    ),
+    Row(
+        "confirm-other-ask",
+        "another variant is asked for while a swap waits, which is then confirmed",
+        ("swapped",),
+        serves="ngram",
+        confirm_within_s=CONFIRM_S,
+        at={"confirm+0.3": ("ask baseline2 second",), "confirm+1": ("sh swapgate confirm",)},
+        says="exit 3:.*waits for `swapgate confirm`",
+    ),
+    Row(
+        "trial-confirm",
+        "somebody confirms a trial variant, then declines it",
+        ("rolled_back",),
+        "declined by root: measured",
+        target="trial",
+        confirm_within_s=CONFIRM_S,
+        before=("stage-trial",),
+        at={"confirm+0.3": ("sh swapgate confirm", "sh swapgate decline --because measured")},
+        says="exit 2:.*trial variant and cannot be confirmed",
+        moment="action",
+    ),
+    Row(
+        "trial-for-good",
+        "a trial variant is asked for without a time to go back within",
+        ("refused",),
+        "trial variant.*--confirm-within",
+        target="trial",
+        before=("stage-trial",),
+    ),
+]
+
 DOUBLE = [
+    Row(
+        "kill-then-ask",
+        "kill -9 of the swap in its watch; another is asked for as soon as that has ended",
+        ("recovered",),
+        "watch",
+        "30",
+        at={"watch": ("kill-swap",), "end": ("ask baseline second",)},
+        says='"attached": false',
+        moment="action",
+        limit_s=90,
+        settle_s=30,
+    ),
+    Row(
+        "hand-stop-commit",
+        "an operator stops the target's unit in the swap's last step",
+        ("rolled_back",),
+        "is gone at its commit",
+        "33",
+        at={"commit": (f"hold-swap systemctl stop {NGRAM_UNIT}",)},
+        moment="action",
+    ),
     Row(
         "kill-resolve-too",
         "kill -9 of the swap in its watch, and of the resolve that follows",
@@ -1265,11 +1594,15 @@ ROWS: list[Row] = [
     *LOADS,
     *STOPS,
     *AROUND,
-    *[killed(phase) for phase in (*PHASES, *BACK_PHASES)],
+    *[killed(phase) for phase in (*PHASES, "confirm", *BACK_PHASES)],
+    *CONFIRM,
     *DOUBLE,
-    *[power(phase, "power-cut") for phase in (*PHASES, "rollback-stop", "rollback-watch")],
-    *[power(phase, "reboot") for phase in PHASES],
-    *[dropped(phase) for phase in PHASES if phase not in ("preflight",)],
+    *[power(phase, "power-cut") for phase in (*PHASES, "confirm", *BACK_PHASES)],
+    *[power(phase, "reboot") for phase in (*PHASES, "confirm", *BACK_PHASES)],
+    between("two-enabled", "kill -9 of the swap", "enable", NGRAM_UNIT, "kill-swap"),
+    between("moved", "kill -9 of the swap", "disable", BASE_UNIT, "kill-swap"),
+    between("moved", "power cut", "disable", BASE_UNIT, "power-cut"),
+    *[dropped(phase) for phase in (*PHASES, "confirm", *BACK_PHASES)],
 ]
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import select
+import shlex
 import subprocess
 import threading
 import time
@@ -20,7 +23,11 @@ TRIES = 3
 POLL_S = 0.005
 ANSWER_EVERY_S = 0.2
 # Phases in which the last good variant cannot be asked: what listens then is the target.
-TARGET_PHASES = ("install", "free", "start", "watch", "probe", "soak", "commit")
+TARGET_PHASES = ("install", "free", "start", "watch", "probe", "soak", "confirm", "commit")
+# In which the target's server may run.
+RUNNING_PHASES = ("start", "watch", "probe", "soak", "confirm")
+# In the command line of an engine's server and of none of its other processes.
+SERVER = "/bin/vllm serve"
 # After the target's READY was believed.
 READY_PHASES = ("soak", "commit")
 GONE_S = 5.0
@@ -52,6 +59,10 @@ class Result:
     said: list[str] = field(default_factory=list)
     tries: int = 1
     seconds: float = 0.0
+    # What it ran on, once it is kept.
+    commit: str = ""
+    # When the swap was asked for, on this machine's monotonic clock: of use while it runs, and not kept.
+    asked_at: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -60,7 +71,9 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """The result for the JSON file."""
-        return {**asdict(self), "ok": self.ok}
+        kept = {**asdict(self), "ok": self.ok}
+        del kept["asked_at"]
+        return kept
 
 
 def unit_of(label: str) -> str:
@@ -99,6 +112,8 @@ class Follower:
         self.client = client
         self.events: list[tuple[float, str]] = []
         self.acted_at: float | None = None
+        self.exited_at: float | None = None
+        self._awaits_exit = row.moment == "exit"
         self.pending = [(*self._parse(trigger), actions) for trigger, actions in row.at.items() if trigger != "end"]
 
     @staticmethod
@@ -129,6 +144,8 @@ class Follower:
                 looked = now
                 if self.stage.host.load_failed(unit_of(self.row.target)):
                     self.events.append((now, NOTICED))
+            if self._awaits_exit and phase in RUNNING_PHASES:
+                self._await_exit()
             asker = self.stage.asker
             if swap.get("outcome"):
                 return swap
@@ -141,6 +158,19 @@ class Follower:
             time.sleep(POLL_S)
         return self.stage.host.swap()
 
+    def _await_exit(self) -> None:
+        """Have the end of the target's server noted, once it runs."""
+        servers = [pid for pid, _, line in self.stage.host.processes(unit_of(self.row.target)) if SERVER in line]
+        with contextlib.suppress(ProcessLookupError, IndexError):
+            handle = os.pidfd_open(servers[0])
+            self._awaits_exit = False
+            threading.Thread(target=self._note_exit, args=(handle,), daemon=True).start()
+
+    def _note_exit(self, handle: int) -> None:
+        select.select([handle], [], [])
+        self.exited_at = time.monotonic()
+        os.close(handle)
+
     def began(self, phase: str) -> float | None:
         """When a phase (or an outcome) was first seen."""
         return next((when for when, name in self.events if name == phase), None)
@@ -149,6 +179,7 @@ class Follower:
 def ask(stage: Stage, row: Row) -> subprocess.Popen[str]:
     """The ssh of whoever asks. One that will be dropped stays to watch, as a person does."""
     ask = f"swapgate ask {stage.bed.releases.get(row.target, row.target)} --by matrix"
+    ask += f" --confirm-within {row.confirm_within_s}" if row.confirm_within_s else ""
     stays = any("drop-ssh" in actions for actions in row.at.values())
     script = f"{ask} && while sleep 0.5; do swapgate status > /dev/null; done" if stays else ask
     argv = [*stage.host.ssh_argv(shared=not stays), *(["-tt"] if stays else []), "--", script]
@@ -159,9 +190,9 @@ def ask(stage: Stage, row: Row) -> subprocess.Popen[str]:
 
 
 def _look(host: Host, row: Row, since: float) -> dict[str, Any]:
-    unit = unit_of(row.target)
-    pattern = row.moment.partition("line:")[2]
-    more = f" {unit} {since:.3f} '{pattern}'" if pattern else ""
+    unit = unit_of(row.target or row.serves)
+    patterns = [pattern for pattern in (row.moment.partition("line:")[2], row.noticed) if pattern]
+    more = f" {unit} {since:.3f} {shlex.join(patterns)}" if patterns else ""
     done = host.run(f"python3 /opt/faults/look.py {PORT}{more}", limit_s=30)
     try:
         seen: dict[str, Any] = json.loads(done.stdout)
@@ -217,9 +248,12 @@ def settle(row: Row, stage: Stage, since: float, limit_s: float) -> tuple[dict[s
 def _moment(row: Row, follower: Follower, asked: float, seen: dict[str, Any]) -> float:
     """When the fault happened."""
     kind, _, more = row.moment.partition("+")
-    if row.moment.startswith("line:") and seen.get("line_at"):
-        return float(seen["line_at"])
-    if kind in ("start", "probe", "soak", "stop") and follower.began(kind):
+    line_at = seen.get("lines_at", {}).get(row.moment.partition("line:")[2])
+    if line_at is not None:
+        return float(line_at)
+    if row.moment == "exit" and follower.exited_at is not None:
+        return follower.exited_at
+    if kind in ("start", "probe", "soak", "confirm", "stop") and follower.began(kind):
         return (follower.began(kind) or asked) + float(more or 0)
     if follower.acted_at is not None:
         return follower.acted_at
@@ -259,7 +293,7 @@ def attempt(bed: beds.Bed, row: Row) -> Result:
         for action in row.before:
             stage.act(action)
         client = Client(bed.host)
-        asked = time.monotonic()
+        asked = result.asked_at = time.monotonic()
         follower = Follower(row, stage, client)
         swap: dict[str, Any] = {}
         if row.target:
@@ -337,10 +371,18 @@ def _judge(
         if not -0.01 <= spent <= row.limit_s:
             result.misses.append(f"phase {name} took {spent} s by the record")
     moment = _moment(row, follower, asked, seen)
+    own = ("line:", "exit") if result.outcome == "rolled_back" else ()
+    if moment == asked and row.moment.startswith(own):
+        result.misses.append(f"the fault's own moment, {row.moment}, was not seen")
     ends = [when for when, name in follower.events if name in ("rollback-stop", NOTICED) or name in row.expect]
     noticed = next((when for when in sorted(ends) if when >= moment - 0.6), None)
     if noticed is not None and result.outcome != "swapped":
         result.noticed_s = round(max(0.0, noticed - moment), 1)
+    if row.noticed:
+        seen_at = seen.get("lines_at", {}).get(row.noticed)
+        result.noticed_s = round(seen_at - moment, 1) if seen_at is not None else None
+        if seen_at is None:
+            result.misses.append(f"no line of the journal matches /{row.noticed}/")
     power = any(action in ("power-cut", "reboot") for actions in row.at.values() for action in actions)
     if row.serves and result.outcome not in ("swapped", "unchanged"):
         stopped = follower.began("stop") is not None or not row.target or power

@@ -110,7 +110,7 @@ def test_every_variant_of_the_table_has_its_golden_unit(inventory):
     model = {"sandbox": "smollm2-135m-instruct", ORIGINAL: "kimi-k25-int4"}[inventory]
     wanted = {f"vllm-{model}.service"} | {f"vllm-{model}-{name}.service" for name in VARIANTS if name != "baseline"}
     assert set(golden.golden_files(inventory)) == wanted
-    assert len(wanted) == 7
+    assert len(wanted) == 8
 
 
 @pytest.mark.parametrize("inventory", golden.inventories())

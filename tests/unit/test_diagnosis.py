@@ -24,7 +24,7 @@ CERTAIN = "(APIServer pid=2) RuntimeError: Engine core initialization failed. Se
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample["name"])
 def test_sample(sample):
-    """Each sample gives its verdict, its line as the cause and, where stated, its class."""
+    """Each sample gives its verdict, its line as the cause and, where stated, its class and signature."""
     result = diagnosis.diagnose(sample["log"], KNOWN)
     assert result["verdict"] == sample["verdict"]
     if "cause" in sample:
@@ -32,6 +32,8 @@ def test_sample(sample):
         assert result["line"] == sample["cause"] + 1
     if "class" in sample:
         assert result["class"] == sample["class"]
+    if "signature" in sample:
+        assert result["signature"] == sample["signature"]
     if sample["verdict"] == "fatal":
         assert result["class"] in signatures.CLASSES
         assert result["remedy"]

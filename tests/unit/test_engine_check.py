@@ -56,6 +56,11 @@ def test_an_accepted_argv_shows_what_the_configuration_became(model):
     assert (speculative["method"], speculative["num_speculative_tokens"]) == ("ngram", 5)
 
 
+@pytest.mark.parametrize(("words", "runner"), [([], "V2"), (["--speculative-config", NGRAM], "V1")])
+def test_the_model_runner_is_told(model, words, runner):
+    assert ask([model, *words])["effective"]["model_runner"] == runner
+
+
 def test_without_speculation_there_is_none(model):
     assert ask([model])["effective"]["speculative"] is None
 
@@ -162,6 +167,7 @@ def test_modules_are_found_where_each_release_has_them(tmp_path, cli, parser):
         "tensor_parallel_size": 2,
         "async_scheduling": None,
         "cudagraph_mode": "PIECEWISE",
+        "model_runner": None,
         "speculative": None,
     }
     assert report["notices"] == ["async scheduling is off"]

@@ -13,170 +13,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-FAKE = Path(__file__).resolve().parent.parent / "fake_vllm"
-SHM = Path("/dev/shm")
-NGRAM = '{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4}'
-READY = "Application startup complete"
-
-
-class Fake:
-    """One started fake engine, its output in a file, its whole process group ended at the end."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *flags: str,
-        knobs: dict[str, Any] | None = None,
-        model: Path | None = None,
-        env: dict[str, str] | None = None,
-    ):
-        self.port = free_port()
-        self.log = folder / f"out-{self.port}.log"
-        rules = folder / f"knobs-{self.port}.json"
-        rules.write_text(json.dumps({"load_s": 0.15, **(knobs or {})}), encoding="utf-8")
-        environment = {
-            **os.environ,
-            "FAKE_VLLM_KNOBS": str(rules),
-            "PYTHONPATH": str(site(folder)),
-            **(env or {}),
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.cli.main",
-            "serve",
-            str(model or folder / "model"),
-            "--port",
-            str(self.port),
-        ]
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--served-model-name", "smol", *flags],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
-
-    def text(self) -> str:
-        """The output so far."""
-        return self.log.read_bytes().decode("utf-8", errors="replace")  # as it is: carriage returns matter
-
-    def wait_for(self, words: str, seconds: float = 8.0) -> str:
-        """Waits for a line; fails with the output when it does not come."""
-        end = time.monotonic() + seconds
-        while words not in self.text():
-            assert time.monotonic() < end, f"no {words!r} in {seconds} s; output:\n{self.text()[-3000:]}"
-            time.sleep(0.02)
-        return self.text()
-
-    def status(self, seconds: float = 8.0) -> int:
-        """The exit status, awaited."""
-        return self.process.wait(seconds)
-
-    def get(self, path: str, body: Any = None, key: str | None = None, timeout: float = 5.0) -> tuple[int, str]:
-        """Status and body of a request."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data=data)
-        if key:
-            request.add_header("Authorization", f"Bearer {key}")
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    def complete(self, **body: Any) -> dict[str, Any]:
-        """A finished completion."""
-        status, text = self.get("/v1/completions", {"model": "smol", "prompt": "The capital of France is", **body})
-        assert status == 200, text
-        found: dict[str, Any] = json.loads(text)
-        return found
-
-    def tree(self) -> dict[str, int]:
-        """Title to process id, of the engine core and the workers."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                with contextlib.suppress(OSError):
-                    title = (folder / "cmdline").read_bytes().rstrip(b"\0").decode()
-                    if title.startswith("VLLM::") and os.getsid(int(folder.name)) == self.process.pid:
-                        found[title] = int(folder.name)
-        return found
-
-    def pid_of(self, title: str) -> int:
-        """The process of that title; one that was just started may not carry it yet."""
-        deadline = time.monotonic() + 5
-        while title not in self.tree():
-            assert time.monotonic() < deadline, f"no process {title}: {self.tree()}; it printed: {self.text()[-2000:]}"
-            time.sleep(0.1)
-        return self.tree()[title]
-
-    def end(self) -> None:
-        """Kills what is left of the group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(5)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def site(folder: Path) -> Path:
-    """A folder on PYTHONPATH with the fake installed from its wheel, as a virtualenv would have it."""
-    target = folder / "site"
-    if not target.exists():
-        subprocess.run(
-            [sys.executable, str(FAKE / "build_wheels.py"), str(folder / "wheels"), "0.32.0"],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        subprocess.run(
-            [sys.executable, "-m", "zipfile", "-e", str(next((folder / "wheels").glob("*.whl"))), str(target)],
-            check=True,
-        )
-    return target
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed fake and a model folder."""
-    folder = tmp_path_factory.mktemp("fake")
-    site(folder)
-    (folder / "model").mkdir()
-    config = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "num_attention_heads": 8}
-    (folder / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture
-def start(shared: Path) -> Iterator[Any]:
-    """Starts fakes and ends them all; nothing of theirs may be left in /dev/shm after a clean stop."""
-    fakes: list[Fake] = []
-
-    def begin(*flags: str, **options: Any) -> Fake:
-        fakes.append(Fake(shared, *flags, **options))
-        return fakes[-1]
-
-    before = set(SHM.iterdir())
-    yield begin
-    for fake in fakes:
-        fake.end()
-    for left in set(SHM.iterdir()) - before:
-        if left.name.startswith(("psm_", "sem.mp-")) and left.stat().st_uid == os.getuid():
-            left.unlink(missing_ok=True)
+from fake_engine import FAKE, NGRAM, READY, SHM, Fake, free_port
 
 
 def test_serves_and_stops_cleanly(start: Any) -> None:
@@ -289,12 +130,12 @@ def test_a_drain_lets_a_stream_end_and_hangs_when_it_is_too_long(start: Any) -> 
             client.sendall(
                 f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
             )
-            client.recv(4096)
+            begun = client.recv(4096)  # the head, and what of the stream came with it
             fake.process.terminate()
             fake.wait_for("shutdown triggered")
             assert fake.get("/v1/completions", {"prompt": "x"})[0] == 500
             if ends:
-                content = b"".join(iter(lambda c=client: c.recv(65536), b""))  # type: ignore[misc]
+                content = begun + b"".join(iter(lambda c=client: c.recv(65536), b""))  # type: ignore[misc]
                 assert content.count(b"data: ") == tokens + 1
                 assert fake.status() == 0
             else:

@@ -12,7 +12,13 @@ import pytest
 import yaml
 from ansible.errors import AnsibleFilterError
 from ansible_collections.swapgate.core.plugins.filter import swapgate
-from ansible_collections.swapgate.core.plugins.module_utils import progress, units
+from ansible_collections.swapgate.core.plugins.module_utils import (
+    bench_results,
+    kernel_times,
+    nvidia_packages,
+    progress,
+    units,
+)
 
 REPO = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -57,7 +63,68 @@ EXPRESSIONS = {
     "status_table": "status | swapgate.core.status_table('h')",
     "history_table": "[status.swap] | swapgate.core.history_table",
     "preflight_report": "preflight | swapgate.core.preflight_report",
+    "nvidia_plan": "gpu_host | swapgate.core.nvidia_plan(gpu_wishes)",
+    "profile_table": "profile | swapgate.core.profile_table",
+    "profile_chart": "profile | swapgate.core.profile_chart('t')",
+    "gpu_table": "gpus | swapgate.core.gpu_table('h')",
+    "collective_table": "collective | swapgate.core.collective_table('h')",
+    "topology_table": "topology | swapgate.core.topology_table('h')",
+    "bench_plan": "bench | swapgate.core.bench_plan('h')",
 }
+PROFILE = {
+    "steps": 4,
+    "device": "gpu",
+    "seconds": 0.004,
+    "busy_share": 0.5,
+    "span_s": 0.008,
+    "ranks": [{"all-reduce": 1.0}],
+    "kinds": {"all-reduce": {"seconds": 0.004, "share": 1.0, "calls": 8, "names": []}},
+}
+GPUS = {
+    "gpus": [{"index": 0, "state": "busy", "used_mib": 900.0, "holders": [{"kind": "foreign", "who": "pid 7 (job)"}]}],
+    "orphans": ["pid 9 (VLLM::Worker)"],
+}
+COLLECTIVE = {
+    "verdict": "ok",
+    "what": "correct",
+    "variant": "baseline",
+    "sizes": [{"bytes": 4, "correct": True, "seconds": 1e-5, "bus_gbps": 0.1}],
+    "environment": {"NCCL_ALGO": "Ring"},
+    "fabric": {"iommu_groups": 0, "iommu_types": {}, "acs": None, "cmdline": []},
+    "remedy": None,
+}
+TOPOLOGY = {
+    "picture": {
+        "topology": {"gpus": 1, "levels": [], "nic_links": {}},
+        "gpus": [{"index": 0, "numa": 0}],
+        "verdict": {"warnings": []},
+    },
+    "derived": {"profile": "none", "reason": "one GPU", "settings": {}, "notices": []},
+    "variants": {},
+}
+BENCH = {"variant": "ngram", "levels": [1], "left_out": [16], "passes": 4, "at_most_s": 300.0}
+# What module nvidia_host says of a container without boards, and the role's defaults.
+GPU_HOST = {
+    "distribution": {"id": "debian", "version": "12", "codename": "bookworm", "like": []},
+    "arch": "x86_64",
+    "archive": None,
+    "devices": [],
+    "acs_redirect": [],
+    "iommu": {},
+    "module_version": None,
+    "nouveau": False,
+    "cmdline": [],
+    "kernels": [],
+    "packages": {},
+    "held": [],
+    "secure_boot": False,
+    "key_enrolled": None,
+    "reboot_required": None,
+    "runfile": False,
+    "container": True,
+}
+GPU_DEFAULTS = yaml.safe_load((REPO / "roles/nvidia_stack/defaults/main.yml").read_text(encoding="utf-8"))
+GPU_WISHES = {name.replace("nvidia_stack_", "", 1): value for name, value in GPU_DEFAULTS.items()}
 ARGV = ["/bin/vllm", "serve", "/m", "--json", '{"a": "$x %i"}', "--empty", ""]
 ENVIRONMENT = {"A": "1 %", "B": 'q"'}
 
@@ -94,6 +161,13 @@ def templated(tmp_path_factory):
         "status": STATUS,
         "environment_": ENVIRONMENT,
         "preflight": PREFLIGHT,
+        "profile": PROFILE,
+        "gpus": GPUS,
+        "collective": COLLECTIVE,
+        "topology": TOPOLOGY,
+        "bench": BENCH,
+        "gpu_host": GPU_HOST,
+        "gpu_wishes": GPU_WISHES,
     }
     (folder / "data.json").write_text(json.dumps(data))
     results = {name: "{{ " + text + " }}" for name, text in EXPRESSIONS.items()}
@@ -134,6 +208,13 @@ def test_every_filter_is_tried_here():
         ("status_table", lambda: progress.status_table("h", STATUS)),
         ("history_table", lambda: progress.history_table([STATUS["swap"]])),
         ("preflight_report", lambda: ["port: held"]),
+        ("nvidia_plan", lambda: nvidia_packages.plan(GPU_HOST, GPU_WISHES)),
+        ("profile_table", lambda: kernel_times.table(PROFILE)),
+        ("profile_chart", lambda: kernel_times.chart(PROFILE, "t")),
+        ("gpu_table", lambda: progress.gpu_table("h", GPUS)),
+        ("collective_table", lambda: progress.collective_table("h", COLLECTIVE)),
+        ("topology_table", lambda: progress.topology_table("h", TOPOLOGY)),
+        ("bench_plan", lambda: bench_results.plan_text("h", BENCH)),
     ],
 )
 def test_a_filter_gives_what_its_function_gives(templated, name, wanted):
@@ -188,7 +269,7 @@ BAD_INPUT = {
     "unknown variant": (
         ["-e", "variant=ngramm"],
         "variant 'ngramm' does not exist. Did you mean 'ngram'? Variants that exist: baseline, draft_model, eagle3, "
-        "medusa, mtp, ngram, suffix (from swapgate_variants).",
+        "medusa, mtp, ngram, ngram_trial, suffix (from swapgate_variants).",
     ),
     "no variant": ([], "No variant named. Run again with -e variant=NAME"),
     "unknown key": (

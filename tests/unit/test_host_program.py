@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from ansible_collections.swapgate.core.plugins.host_program import engine_api, main, preflight, systemd
+from ansible_collections.swapgate.core.plugins.host_program import engine_api, main, preflight, systemd, transaction
 from ansible_collections.swapgate.core.plugins.module_utils import model_manifest, records, units
 
 REPO = Path(__file__).resolve().parents[2]
@@ -51,6 +51,8 @@ def test_help_names_every_command_and_the_exit_codes(installed):
         "supervise",
         "preflight",
         "ask",
+        "confirm",
+        "decline",
         "swap",
         "resolve",
         "recover",
@@ -63,7 +65,7 @@ def test_help_names_every_command_and_the_exit_codes(installed):
         assert word in done.stdout
 
 
-@pytest.mark.parametrize("words", [[], ["swop"], ["preflight"], ["ask"], ["verify-unit"]])
+@pytest.mark.parametrize("words", [[], ["swop"], ["preflight"], ["ask"], ["decline"], ["verify-unit"]])
 def test_a_wrong_call_is_exit_code_2_and_says_what_is_expected(installed, words):
     done = swapgate(installed, *words)
     assert (done.returncode, done.stdout) == (2, "")
@@ -173,6 +175,40 @@ def test_a_systemctl_call_that_fails_is_an_error_with_its_command(tmp_path, monk
         systemd.systemctl("start", "x", limit_s=0.3)
 
 
+def test_many_units_are_asked_in_one_call_and_all_but_one_disabled(tmp_path, monkeypatch):
+    program = tmp_path / "systemctl"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'echo "$@" >> {tmp_path}/calls\n'
+        'case "$2" in\n'
+        '  show) printf "ActiveState=active\\n\\nActiveState=inactive\\n";;\n'
+        '  is-enabled) printf "disabled\\nenabled\\n"; exit 1;;\n'
+        "esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert systemd.states(["a.service", "b.service"]) == {"a.service": "active", "b.service": "inactive"}
+    assert systemd.states([]) == {}
+    systemd.enable_only("a.service", ["a.service", "b.service", "c.service"])
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [
+        "--no-pager show a.service b.service --property=ActiveState",
+        "--no-pager enable --quiet --no-reload a.service",
+        "--no-pager is-enabled b.service c.service",
+        "--no-pager disable --quiet --no-reload c.service",
+    ]
+
+
+@pytest.mark.parametrize(("told", "stale"), [(("no", "no"), False), (("no", "yes"), True)])
+def test_one_changed_unit_file_is_enough_for_a_reload(tmp_path, monkeypatch, told, stale):
+    program = tmp_path / "systemctl"
+    program.write_text("#!/bin/sh\nprintf 'NeedDaemonReload={}\\n\\nNeedDaemonReload={}\\n'\n".format(*told))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert systemd.stale(["a.service", "b.service"]) is stale
+    assert systemd.stale([]) is False
+
+
 # --- preflight -------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +254,7 @@ def host(tmp_path):
         "unit": UNIT,
         "port": port,
         "gpus": [],
+        "free_memory_mib": 1000.0,
         "accepted_risks": [],
         "env": {"PYTHONPATH": str(REPO / "tests/fake_vllm")},
         "speculative_config": None,
@@ -266,6 +303,56 @@ def test_a_release_that_is_not_there_is_a_problem_and_not_a_crash(host):
     assert (report["ok"], [problem["check"] for problem in report["problems"]]) == (False, ["release"])
 
 
+def waiting(layout, release, **over):
+    """Record a swap to ``release`` in phase `confirm`, or as ``over`` says."""
+    to = {"variant": "baseline", "unit": UNIT, "release": release}
+    swap = {"id": "abc", "to": to, "phase": "confirm", "outcome": None, **over}
+    records.write_json(layout.state, {"schema": records.SCHEMA, "last_good": None, "swap": swap})
+
+
+def test_a_trial_variant_is_asked_for_only_with_a_time_to_go_back_within(host):
+    layout, variant = host
+    name = stage(layout, {**variant, "trial": True})
+    with pytest.raises(records.RecordError, match=r"'baseline' is a trial variant: .*--confirm-within SECONDS"):
+        transaction.ask(layout, name, "ann")
+    assert not layout.request.exists()
+
+
+def test_a_waiting_swap_is_confirmed_or_declined_and_the_answer_says_by_whom_and_why(host):
+    layout, variant = host
+    waiting(layout, stage(layout, variant))
+    assert transaction.confirm(layout, "ann") == {"id": "abc"}
+    assert records.read_json(layout.confirmation) == {"id": "abc", "by": "ann", "declined": None}
+    assert transaction.decline(layout, "it is slower", "bob") == {"id": "abc"}
+    assert records.read_json(layout.confirmation) == {"id": "abc", "by": "bob", "declined": "it is slower"}
+
+
+def test_a_trial_variant_can_be_declined_and_never_confirmed(host):
+    layout, variant = host
+    waiting(layout, stage(layout, {**variant, "trial": True}))
+    with pytest.raises(records.RecordError, match=r"'baseline' is a trial variant and cannot be confirmed.*decline"):
+        transaction.confirm(layout, "ann")
+    assert not layout.confirmation.exists()
+    assert transaction.decline(layout, "measured", "ann") == {"id": "abc"}
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"phase": "soak"}, "to 'baseline', is in phase soak"),
+        ({"phase": None, "outcome": "rolled_back"}, "to 'baseline', ended rolled_back"),
+        (None, "none has run on this host"),
+    ],
+)
+def test_without_a_waiting_swap_there_is_nothing_to_answer(host, over, said):
+    layout, variant = host
+    if over is not None:
+        waiting(layout, stage(layout, variant), **over)
+    for answer in (lambda: transaction.confirm(layout, "ann"), lambda: transaction.decline(layout, "x", "ann")):
+        with pytest.raises(records.RecordError, match=f"no swap waits to be confirmed: .*{said}"):
+            answer()
+
+
 def problems(host, asked=None, **changes):
     """The preflight's problems of a changed variant, {check: text}; notes in ``asked`` whether the engine was asked."""
     layout, variant = host
@@ -275,6 +362,26 @@ def problems(host, asked=None, **changes):
     if asked is not None:
         asked += steps
     return {problem["check"]: problem["what"] for problem in report["problems"]}
+
+
+@has_analyze
+def test_a_mount_that_hangs_is_a_problem_in_time(host, monkeypatch):
+    back = threading.Event()
+    monkeypatch.setattr(preflight, "MOUNT_LIMIT_S", 0.3)
+    monkeypatch.setattr(model_manifest, "verify_headers", lambda _: [str(back.wait(20))])
+    found = problems(host)
+    monkeypatch.undo()
+    back.set()
+    assert list(found) == ["host"]
+    assert found["host"].startswith(
+        "{} did not answer within 0 s: a mount that hangs?".format(host[1]["model"]["path"])
+    )
+
+
+def test_what_a_bounded_look_raises_comes_through():
+    assert preflight.within(5, "/models", lambda: 7) == 7
+    with pytest.raises(FileNotFoundError):
+        preflight.within(5, "/models", lambda: os.stat("/no/such/folder"))
 
 
 @has_analyze
@@ -319,7 +426,11 @@ def test_a_model_file_that_changed_since_its_manifest_is_refused(host):
         ({"engine": {"package": "vllm", "version": "0.21.0", "venv": "/v"}}, "version", "CVE-2026-48746"),
         ({"env": {"TRANSFORMERS_CACHE": "/x"}}, "version", "Instead: HF_HOME"),
         ({"argv": ["/no/vllm", "serve", "/m"]}, "engine", "/no/vllm is not there or not executable"),
-        ({"gpus": [0, 1, 2]}, "gpus", "tensor parallel size 1 x pipeline 1 needs 1 GPUs, swapgate_host.gpus lists 3."),
+        (
+            {"gpus": [0, 1, 2], "free_memory_mib": 2048},
+            "gpus",
+            "tensor parallel size 1 x pipeline 1 needs 1 GPUs, swapgate_host.gpus lists 3.",
+        ),
         ({"speculative_config": {"model": "/no/draft"}}, "model", "draft model /no/draft is not there"),
     ],
 )
@@ -426,11 +537,20 @@ def test_anything_but_an_answer_is_an_error_that_shows_what_came(status, body, s
 
 def test_nobody_there_and_a_server_that_hangs_are_errors_within_the_limit():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(engine_api.EngineError, match="POST /v1/completions: timed out"):
+        with pytest.raises(engine_api.EngineSilent, match="POST /v1/completions: timed out"):
             engine_api.complete("127.0.0.1", silent.getsockname()[1], "tiny", limit_s=0.2)
         port = silent.getsockname()[1]
-    with pytest.raises(engine_api.EngineError, match="refused"):
+    with pytest.raises(engine_api.EngineError, match="refused") as caught:
         engine_api.complete("127.0.0.1", port, "tiny")
+    assert not isinstance(caught.value, engine_api.EngineSilent)
+
+
+def test_the_load_of_a_server_is_none_where_its_page_does_not_come():
+    page = b'vllm:num_requests_running{m="a"} 2.0\nvllm:generation_tokens_total{m="a"} 7.0\n'
+    with Server(200, page) as server:
+        assert engine_api.load("127.0.0.1", server.port, 1.0) == {"running": 2.0, "waiting": None, "tokens": 7.0}
+    with Server(500, b"") as server:
+        assert engine_api.load("127.0.0.1", server.port, 1.0) is None
 
 
 def test_served_names_and_metrics():
@@ -440,3 +560,14 @@ def test_served_names_and_metrics():
         engine_api.served_names("127.0.0.1", server.port)
     with Server(200, b'x{a="1"} 2\n') as server:
         assert engine_api.samples("127.0.0.1", server.port) == [("x", {"a": "1"}, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("trial", "runner", "refused"),
+    [(True, "V2", True), (True, "V1", False), (True, None, False), (False, "V2", False)],
+)
+def test_a_trial_is_refused_where_the_engine_would_fix_k_at_its_start(trial, runner, refused):
+    variant = {"name": "ngram_trial", **({"trial": True} if trial else {})}
+    found = preflight._trial(variant, {"model_runner": runner})
+    assert bool(found) is refused
+    assert not refused or ("model runner V2" in found[0] and "VLLM_USE_V2_MODEL_RUNNER: 0" in found[0])

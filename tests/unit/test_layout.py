@@ -14,7 +14,9 @@ REPO = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 ROLES = sorted(path.parent.parent.name for path in (REPO / "roles").glob("*/meta/argument_specs.yml"))
 SHARED = sorted((REPO / "plugins/module_utils").glob("*.py"))
-HOST_PROGRAM = sorted((REPO / "plugins/host_program").glob("*.py"))
+HOST_PROGRAM = sorted(
+    file for folder in ("host_program", "engine_extension") for file in (REPO / "plugins" / folder).glob("*.py")
+)
 TYPES = {"str": str, "path": str, "int": int, "bool": bool, "dict": dict, "list": list, "float": float}
 
 
@@ -103,7 +105,10 @@ def test_every_role_has_an_argument_spec():
 
 @pytest.mark.parametrize("role", ROLES)
 def test_defaults_are_those_of_the_argument_spec(role):
-    options = load(f"roles/{role}/meta/argument_specs.yml")["argument_specs"]["main"]["options"]
+    points = load(f"roles/{role}/meta/argument_specs.yml")["argument_specs"]
+    # Entry points that are no file of tasks are shapes of an option's value.
+    files = [name for name in points if (REPO / f"roles/{role}/tasks/{name}.yml").exists()]
+    options = {name: option for point in files for name, option in points[point]["options"].items()}
     file = f"roles/{role}/defaults/main.yml"
     defaults = load(file) if (REPO / file).exists() else {}
     wanted = {name: option.get("default") for name, option in options.items() if not option.get("required")}
@@ -135,7 +140,8 @@ def test_every_option_has_a_known_type_and_a_description(role):
     for entry, spec in load(f"roles/{role}/meta/argument_specs.yml")["argument_specs"].items():
         assert spec["short_description"]
         for name, option in every_option(spec["options"]):
-            assert option["type"] in TYPES and option["description"], f"{role} {entry}: {name}"
+            # raw: a name or a map, which the resolved variant makes one map of.
+            assert (option["type"] in TYPES or name == "nccl") and option["description"], f"{role} {entry}: {name}"
             assert "default" not in option or fits(option["default"], option), f"{role} {entry}: {name}"
 
 
@@ -144,7 +150,7 @@ def test_the_defaults_of_inputs_fit_what_the_resolved_variant_needs():
     resolved = spec["main"]["options"]["vllm_service_variant"]["options"]
     for place in ("variant", "host"):
         for name, option in spec[place]["options"].items():
-            if name in resolved:
+            if name in resolved and name != "nccl":
                 assert resolved[name]["type"] == option["type"], name
 
 

@@ -208,6 +208,105 @@ OUTPUTS = [
         "reject",
         "uncorrectable ecc",
     ),
+    ("no header: total, used", "0, NVIDIA H100 80GB HBM3, 81559 MiB, 70123 MiB, 100 %", "reject", "busy"),
+    ("no header: total, used, free board", "0, NVIDIA H100 80GB HBM3, 81559 MiB, 4 MiB, 0 %", "accept", "ok"),
+    ("no header, no units: used, total", "0, 4, 81920\n1, 79000, 81920", "reject", "busy"),
+    ("no header, no units: free boards", "0, 4, 81920\n1, 5, 81920", "accept", "ok"),
+    ("no header: index, total, used, use", "0, 81920, 79000, 35, 0", "reject", "busy"),
+    ("no header: total, used, free of a full board", "81920, 81400, 500", "reject", "busy"),
+    ("no header: total, reserved, used, free", "0, 143771 MiB, 616 MiB, 0 MiB, 143156 MiB, 0 %", "accept", "ok"),
+    ("no header: the same, busy", "0, 143771 MiB, 616 MiB, 70000 MiB, 73155 MiB, 0 %", "reject", "busy"),
+    ("no header: one amount", "70123 MiB", "reject", "busy"),
+    ("no header: one small amount", "4 MiB", "accept", "ok"),
+    ("no header: nothing of the memory", "0, NVIDIA H100, 35, P0", "reject-as-unknown-memory", "memory not reported"),
+    ("no header, no units: index, used", "0, 4", "accept", "ok"),
+    ("no header: only use", "0, NVIDIA H100, 0 %, P0", "reject-as-unknown-memory", "memory not reported"),
+    ("apps without a header", "4242, python3, 40000 MiB", "reject", "busy"),
+    ("apps without a header, no amount", "4242, python3, [N/A]", "reject-as-unknown-memory", "memory not reported"),
+    (
+        "a process of unknown memory",
+        f"{HEAD}\nGPU-1, 4242, [N/A], [N/A]",
+        "reject-as-unknown-memory",
+        "memory not reported",
+    ),
+    (
+        "the same as an answer of its own",
+        "gpu_uuid, pid, process_name, used_gpu_memory [MiB]\nGPU-1, 4242, [N/A], [N/A]",
+        "reject-as-unknown-memory",
+        "memory not reported",
+    ),
+    ("thousands", "0, 97,887 MiB, 60,000 MiB", "reject", "busy"),
+    ("thousands below a header", f"{HEAD}\n0, A, 97,887 MiB, 60,000 MiB, 0 %", "reject", "busy"),
+    ("thousands, free", f"{HEAD}\n0, A, 97,887 MiB, 2 MiB, 0 %", "accept", "ok"),
+    (
+        "mig to come",
+        "index, memory.used [MiB], mig.mode.current, mig.mode.pending\n0, 2 MiB, Disabled, Enabled",
+        "accept-with-warning",
+        "reboot due",
+    ),
+    (
+        "library missing",
+        "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system.",
+        "reject",
+        "driver library missing",
+    ),
+    ("no devices, shorter", "No devices found", "reject", "no devices"),
+    (
+        "a shell's advice",
+        "Command 'nvidia-smi' not found, but can be installed with:\napt install nvidia-utils-580",
+        "reject",
+        "nvidia-smi missing",
+    ),
+    (
+        "curly apostrophe",
+        "NVIDIA-SMI has failed because it couldn\u2019t communicate with the NVIDIA driver.",
+        "reject",
+        "driver not loaded",
+    ),
+    ("killed", "Killed", "reject-as-unknown", "nvidia-smi ended"),
+    ("killed after a row", f"{HEAD}\n0, A, 97887 MiB, 2 MiB, 0 %\nKilled", "reject-as-unknown", "nvidia-smi ended"),
+    ("byte order mark", f"\ufeff{HEAD}\n0, A, 97887 MiB, 60000 MiB, 0 %", "reject", "busy"),
+    ("nobody knows it", "the fans sing", "reject-as-unknown", "nothing read"),
+    ("a bare warning", "WARNING: infoROM is corrupted at gpu 0000:65:00.0", "reject-as-unknown", "nothing read"),
+    ("deprecated", f"{HEAD}, retired_pages.pending\n0, A, 97887 MiB, 2 MiB, 0 %, [Deprecated]", "accept", "ok"),
+    (
+        "deprecated, in full",
+        f"{HEAD}, pstate\n0, A, 97887 MiB, 2 MiB, 0 %, [Requested functionality has been deprecated]",
+        "accept",
+        "ok",
+    ),
+    ("no process at all", "gpu_uuid, pid, process_name, used_gpu_memory [MiB]", "accept", "ok"),
+    ("no process, in words", "No running processes found", "accept", "ok"),
+    ("a header of GPUs alone", HEAD, "reject-as-unknown", "nothing read"),
+    ("list of GPUs", "GPU 0: NVIDIA H200 (UUID: GPU-1234)", "reject-as-unknown-memory", "memory not reported"),
+    (
+        "list with a slice",
+        "GPU 0: NVIDIA H200 (UUID: GPU-1234)\n  MIG 1g.18gb     Device  0: (UUID: MIG-1)",
+        "reject",
+        "mig enabled",
+    ),
+    ("quoted", f"> {HEAD}\n> 0, A, 97887 MiB, 60000 MiB, 0 %", "reject", "busy"),
+    ("table, unified memory", table("      Not Supported     "), "reject-as-unknown-memory", "memory not reported"),
+    ("table, mig to come", table(mig="            Disabled*"), "accept-with-warning", "reboot due"),
+    ("table, mig on until a reset", table(mig="             Enabled*"), "reject", "mig enabled"),
+    (
+        "table, ecc with a mode to come",
+        table().replace("|                    0 |", "|                   1* |"),
+        "reject",
+        "uncorrectable ecc",
+    ),
+    (
+        "table, ecc mode to come",
+        table().replace("|                    0 |", "|                   0* |"),
+        "accept-with-warning",
+        "reboot due",
+    ),
+    (
+        "table, cut before the memory",
+        "\n".join(table().splitlines()[:8]),
+        "reject-as-unknown-memory",
+        "memory not reported",
+    ),
 ]
 
 
@@ -216,6 +315,50 @@ def test_output(text, verdict, state):
     """Each output gives its verdict under its name."""
     judged = nvidia_smi.judge(nvidia_smi.parse(text))
     assert (judged["verdict"], judged["state"]) == (verdict, state), judged["reasons"]
+
+
+@pytest.mark.parametrize("name", ["query", "query-noheader", "query-ecc", "table"])
+def test_a_real_boards_output_is_accepted(name):
+    """What nvidia-smi said of a free H200."""
+    raw = Path(__file__).resolve().parents[2] / f"benchmarks/results/gpu/raw/nvidia-smi-{name}.txt"
+    assert nvidia_smi.judge(nvidia_smi.parse(raw.read_text()))["verdict"] == "accept"
+
+
+def test_a_field_that_the_driver_does_not_know_is_named():
+    """So that the query can be asked again without it."""
+    report = nvidia_smi.parse_csv('Field "remapped_rows.pending" is not a valid field to query.\n')
+    assert nvidia_smi.unknown_field(report) == "remapped_rows.pending"
+    assert nvidia_smi.unknown_field(nvidia_smi.parse_csv("No devices were found")) is None
+
+
+def xid(number, rest="pid=4242, name=python3, x", bus="0000:01:00"):
+    """A line of the kernel's log."""
+    return f"NVRM: Xid (PCI:{bus}): {number}, {rest}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "action", "verdict"),
+    [
+        *(([xid(number)], "", "reject") for number in (48, 63, 64, 79, 94, 95, 119, 120)),
+        *(([xid(number)], "None", "accept") for number in (13, 31, 43, 45)),
+        ([xid(154, "GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)")], "", "reject"),
+        ([xid(79), xid(154, "GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)")], "", "accept"),
+        ([xid(79), "NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64  580.95.05"], "", "accept"),
+        ([xid(95)], "None", "accept-with-warning"),
+        ([xid(79, bus="0000:02:00")], "", "accept"),
+        ([xid(66)], "", "accept-with-warning"),
+        (["a text without any"], "", "accept"),
+    ],
+)
+def test_xids_since_boot(lines, action, verdict):
+    """The driver's faults refuse a GPU until it was reset, a program's own say nothing of it."""
+    gpu = nvidia_smi.parse(f"index, pci.bus_id, memory.used [MiB], gpu_recovery_action\n0, x, 2 MiB, {action}")["gpus"][
+        0
+    ]
+    gpu["xids"] = nvidia_smi.xids(lines).get("0000:01:00", [])
+    judged = nvidia_smi.judge([gpu])
+    assert judged["verdict"] == verdict
+    assert verdict == "accept" or "NVRM: Xid" in judged["reasons"][0]
 
 
 def test_odd_values_are_never_numbers():

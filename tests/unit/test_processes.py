@@ -199,3 +199,34 @@ def test_the_unit_of_a_process(tmp_path, text, unit):
 def test_a_holder_is_told_with_its_unit_where_it_has_one():
     assert str(processes.Holder(7, "vllm", "vllm-m.service")) == "pid 7 (vllm) of vllm-m.service"
     assert str(processes.Holder(7, "nc", "")) == "pid 7 (nc)"
+
+
+def test_whoever_is_left_of_a_unit_is_named(tmp_path):
+    for pid, name, group in (
+        ("11", "VLLM::Worker", "0::/system.slice/vllm-tiny.service"),
+        ("12", "sleep", "0::/system.slice/vllm-tiny.service/deeper"),
+        ("13", "sshd", "0::/system.slice/ssh.service"),
+        ("14", "VLLM::Worker", "0::/system.slice/vllm-tiny-ngram.service"),
+    ):
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "comm").write_text(name + "\n")
+        (tmp_path / pid / "cgroup").write_text(group + "\n")
+    found = processes.members(["vllm-tiny.service", "vllm-none.service"], str(tmp_path))
+    assert sorted(map(str, found)) == [
+        "pid 11 (VLLM::Worker) of vllm-tiny.service",
+        "pid 12 (sleep) of vllm-tiny.service",
+    ]
+
+
+def test_whoever_has_a_device_open_is_named(tmp_path):
+    device = tmp_path / "nvidia0"
+    device.touch()
+    with device.open() as opened:
+        holding = subprocess.Popen(["sleep", "60"], stdin=opened)
+    try:
+        found = processes.device_holders(str(tmp_path / "nvidia"))
+        assert [(holder.pid, holder.command) for holder in found] == [(holding.pid, "sleep")]
+    finally:
+        holding.kill()
+        holding.wait()
+    assert processes.device_holders(str(tmp_path / "nvidia")) == []

@@ -195,6 +195,17 @@ def test_a_failed_roll_back_names_both_causes_and_the_next_command():
     assert lines[-1] == "  no service: mend the cause, then run the deploy again, or playbooks/rollback.yml"
 
 
+def test_a_swap_that_waits_says_until_when_and_which_commands_answer_it():
+    run = swap(phase="confirm", phase_since_unix=NOW, confirm_within_s=600)
+    lines = progress.report("h", status(run))
+    assert lines[0] == (
+        "h: old -> new: serves and waits to be confirmed, 10 min 00 s in all, until 13:56:40Z; then 'old' comes back"
+    )
+    assert "swapgate confirm" in lines[1] and "swapgate decline" in lines[2]
+    shown = "\n".join(progress.status_table("h", status(run, units=[unit("new", active="active")])))
+    assert "until 13:56:40Z" in shown and "swapgate confirm" in shown
+
+
 def test_a_cause_is_not_said_twice():
     cause = {**CAUSE, "what": "it died: no shard 3", "root_cause": "no shard 3", "phase": None}
     lines = progress.report("h", status(swap(outcome="rolled_back", cause=cause), last_good=release("old")))

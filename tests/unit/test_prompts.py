@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts import verdict  # noqa: E402
+from scripts import verdict_runs  # noqa: E402
 
 FILE = ROOT / "benchmarks" / "prompts" / "mixed.jsonl"
 CLASSES = ["reasoning", "code_edit", "quote_rag", "summary", "structured", "tool_use"]
@@ -18,11 +18,11 @@ CLASSES = ["reasoning", "code_edit", "quote_rag", "summary", "structured", "tool
 
 def shipped():
     with FILE.open("rb") as stream:
-        return verdict.read_prompts(stream, FILE.name)
+        return verdict_runs.read_prompts(stream, FILE.name)
 
 
 def read(*lines):
-    return verdict.read_prompts([json.dumps(line).encode() for line in lines], "own.jsonl")
+    return verdict_runs.read_prompts([json.dumps(line).encode() for line in lines], "own.jsonl")
 
 
 def prompt(number=1, **changes):
@@ -37,7 +37,7 @@ def prompt(number=1, **changes):
 
 def test_the_set_has_twelve_of_every_declared_class():
     assert Counter(item.kind for item in shipped()) == dict.fromkeys(CLASSES, 12)
-    assert verdict.check_prompts(shipped()) == []
+    assert verdict_runs.check_prompts(shipped()) == []
 
 
 def test_every_part_of_the_set_is_as_mixed_as_the_whole():
@@ -96,18 +96,18 @@ def test_classes_are_what_they_claim():
     ],
 )
 def test_a_bad_line_is_named(lines, said):
-    with pytest.raises(verdict.InputError) as error:
+    with pytest.raises(verdict_runs.InputError) as error:
         read(*lines)
     assert said in str(error.value)
 
 
 def test_a_set_that_cannot_carry_a_verdict():
-    few = verdict.check_prompts(read(*(prompt(number) for number in range(5))))
+    few = verdict_runs.check_prompts(read(*(prompt(number) for number in range(5))))
     assert few == ["found 5 prompts, expected at least 16, better 60; add prompts"]
-    named = verdict.check_prompts(read(*(prompt(number, **{"class": "random"}) for number in range(20))))
+    named = verdict_runs.check_prompts(read(*(prompt(number, **{"class": "random"}) for number in range(20))))
     assert [line.split(":")[0] for line in named] == ["classes random"]
     text = " ".join(f"w{number * 7919 % 30011}" for number in range(100))
-    drawn = verdict.check_prompts(
+    drawn = verdict_runs.check_prompts(
         read(*(prompt(n) for n in range(20)), prompt(99, messages=[{"role": "user", "content": text}]))
     )
     assert len(drawn) == 1

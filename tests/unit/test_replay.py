@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts import replay
+from scripts.json_files import InputError
 
 
 def reference_draft(known, k, low, high, semantics):
@@ -231,13 +232,13 @@ def test_lines_are_read_with_blank_lines_other_keys_and_whole_number_ids():
     ],
 )
 def test_a_bad_line_is_named_with_what_was_expected(line, said):
-    with pytest.raises(replay.InputError) as caught:
+    with pytest.raises(InputError) as caught:
         read(json.dumps(GOOD).encode(), line, limit=4)
     assert said in str(caught.value)
 
 
 def test_an_empty_file_is_an_error():
-    with pytest.raises(replay.InputError, match=r"t\.jsonl: found no transcript, expected one JSON object a line"):
+    with pytest.raises(InputError, match=r"t\.jsonl: found no transcript, expected one JSON object a line"):
         read(b"", b" ")
 
 
@@ -265,11 +266,11 @@ def test_a_grid_keeps_its_order():
     ],
 )
 def test_a_bad_grid_is_named_with_what_was_expected(text, said):
-    with pytest.raises(replay.InputError) as caught:
+    with pytest.raises(InputError) as caught:
         replay.parse_grid(text)
     assert said in str(caught.value)
 
 
 def test_unknown_semantics_are_refused():
-    with pytest.raises(replay.InputError, match="semantics: found 'v3', expected v1 or v2"):
+    with pytest.raises(InputError, match="semantics: found 'v3', expected v1 or v2"):
         replay.Rule("v3")

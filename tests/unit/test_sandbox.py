@@ -40,7 +40,7 @@ index_options = load(BUILDER)
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, str(PROGRAM), *words]
-    return subprocess.run(argv, text=True, capture_output=True, check=False, timeout=240)
+    return subprocess.run(argv, text=True, capture_output=True, check=False, timeout=900)
 
 
 # --- package settings ------------------------------------------------------------------------------------------------
@@ -159,6 +159,21 @@ def test_a_machine_without_the_tools_is_told_the_command(monkeypatch: pytest.Mon
     assert "apt-get install -y debootstrap openssh-client systemd-container" in str(caught.value)
 
 
+def test_a_browser_is_installed_only_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    there = {"apt-get", "chromium"}
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(sandbox.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sandbox, "run", lambda words, **_options: ran.append(words))
+    monkeypatch.setattr(sandbox, "machine_release", lambda: {"ID": "debian"})
+    assert sandbox.main(["install", "--browser"]) == 0 and ran == []
+    there.remove("chromium")
+    assert sandbox.main(["install", "--browser"]) == 0
+    assert "chromium" in ran[-1] and "debootstrap" not in ran[-1]
+    monkeypatch.setattr(sandbox, "machine_release", lambda: {"ID": "ubuntu"})
+    assert sandbox.main(["install", "--browser"]) == 3
+
+
 # --- real hosts ------------------------------------------------------------------------------------------------------
 
 
@@ -170,14 +185,14 @@ def inside(name: str, command: str) -> str:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[dict[str, dict[str, Any]]]:
-    """Two sandboxes made at the same time: name -> what `up` printed."""
+    """Two sandboxes made at the same time: name -> what `up` printed. The very first ones make the base root too."""
     names = ("unit-a", "unit-b")
     for name in names:
         assert program("destroy", name).returncode == 0
     argv = [sys.executable, str(PROGRAM), "up"]
     ups = [subprocess.Popen([*argv, name], stdout=subprocess.PIPE, text=True) for name in names]
     try:
-        printed = {name: json.loads(one.communicate(timeout=240)[0]) for name, one in zip(names, ups)}
+        printed = {name: json.loads(one.communicate(timeout=900)[0]) for name, one in zip(names, ups)}
         yield printed
     finally:
         for one in ups:

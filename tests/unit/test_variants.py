@@ -501,6 +501,7 @@ def test_the_resolved_variant_is_complete_and_nothing_else():
             '{"method":"ngram","prompt_lookup_min":2,"prompt_lookup_max":4}',
         ],
         "env": dict(sorted(variants.ENGINE_ENVIRONMENT.items())),
+        "nccl": {"profile": "none", "settings": {}},
         "bind": "10.0.0.1",
         "port": 9000,
         "gpus": [0, 1],
@@ -511,10 +512,17 @@ def test_the_resolved_variant_is_complete_and_nothing_else():
         "drain_timeout_s": 30,
         "restart_delay_s": 30,
         "soak_s": 30,
+        "private_shm": True,
         "free_memory_mib": 1000,
         "free_timeout_s": 60,
     }
-    assert set(found) == set(SPEC["main"]["options"]["vllm_service_variant"]["options"])
+    assert set(found) | {"trial", "prove_links"} == set(SPEC["main"]["options"]["vllm_service_variant"]["options"])
+
+
+def test_a_host_can_want_its_links_proven_in_each_swap():
+    plain = variants.resolve("ngram", TABLE, MODELS, "tiny", HOST, SPEC)
+    proven = variants.resolve("ngram", TABLE, MODELS, "tiny", {**HOST, "prove_links": True}, SPEC)
+    assert proven == {**plain, "prove_links": True} and "prove_links" not in plain
 
 
 def test_resolving_changes_no_input():
@@ -527,6 +535,54 @@ def test_a_draft_becomes_the_path_of_the_model_entry():
     entry = {"draft": "d", "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}
     found = resolve(table=one(entry), model={"drafts": {"d": "/srv/d"}})
     assert found["speculative_config"] == {"method": "eagle3", "num_speculative_tokens": 3, "model": "/srv/d"}
+
+
+TRIAL = {
+    "trial": True,
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_min": 4,
+        "prompt_lookup_max": 4,
+    },
+}
+
+
+def test_a_trial_listens_on_loopback_and_finds_its_extension_by_its_own_search_path():
+    found = resolve(table=one(TRIAL), host={"bind": "0.0.0.0"})
+    words = " ".join(found["argv"])
+    assert found["trial"] is True and found["bind"] == "127.0.0.1"
+    assert "--host 127.0.0.1" in words and "0.0.0.0" not in words
+    assert "--worker-extension-cls swapgate_trial.TrialWorker" in words
+    assert "--per-request-spec-decode-metrics detailed" in words
+    assert found["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+    assert found["env"]["PYTHONPATH"] == "/usr/local/lib/swapgate/swapgate/engine_extension"
+    assert (REPO / "plugins/engine_extension/swapgate_trial.py").is_file()
+
+
+def test_a_variant_that_is_no_trial_says_nothing_of_it():
+    plain = {key: value for key, value in TRIAL.items() if key != "trial"}
+    found = resolve(table=one(plain))
+    assert found == resolve(table=one({**plain, "trial": False}))
+    assert "trial" not in found, "a key more would be another release, and a reload of what serves"
+    assert not {"PYTHONPATH", "VLLM_SERVER_DEV_MODE"} & set(found["env"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"trial": True}, "speculative method None, expected 'ngram'"),
+        ({**TRIAL, "speculative_config": {"method": "suffix"}}, "speculative method 'suffix', expected 'ngram'"),
+        ({**TRIAL, "env": {"PYTHONPATH": "/x"}}, "`env` PYTHONPATH is set by `trial: true`"),
+        ({**TRIAL, "engine_args": {"worker_extension_cls": "a.B"}}, "worker-extension-cls is set by `trial: true`"),
+        ({**TRIAL, "engine_args": {"host": "0.0.0.0"}}, "'host' is set by"),
+        ({"env": {"VLLM_SERVER_DEV_MODE": 1}}, "endpoints that ask nobody for a key"),
+    ],
+)
+def test_a_trial_that_cannot_be_is_refused_with_what_to_do(entry, said):
+    with pytest.raises(variants.VariantError) as caught:
+        resolve(table=one(entry))
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -574,3 +630,22 @@ def test_two_roots_contradict_each_other():
         "Add `extends` to one of them."
     ]
     assert variants.contradictions([resolve(name) for name in TABLE]) == []
+
+
+def test_a_profiler_is_a_flag_of_new_engines_on_loopback_only():
+    found = flags(resolve(table=one({"profiler": True})))
+    config = json.loads(found[found.index("--profiler-config") + 1])
+    assert config["profiler"] == "torch" and config["torch_profiler_dir"] == "/var/lib/vllm/profiles/tiny-baseline"
+    assert "--profiler-config" not in flags(resolve())
+    with pytest.raises(VariantError, match="opens /start_profile and /stop_profile to all"):
+        resolve(table=one({"profiler": True}), host={"bind": "0.0.0.0"})
+    with pytest.raises(VariantError, match="`profiler` needs engine version"):
+        resolve(table=one({"profiler": True, "engine_version": "0.12.0"}))
+
+
+def test_the_gpus_of_the_host_are_the_ones_that_the_engine_sees():
+    assert "CUDA_VISIBLE_DEVICES" not in resolve(host={"gpus": [0, 1]})["env"], "the first ones are taken anyway"
+    found = resolve(host={"gpus": [2, 3]})["env"]
+    assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("2,3", "PCI_BUS_ID")
+    own = resolve(host={"gpus": [2, 3], "env": {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}})["env"]
+    assert own["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -13,89 +14,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from raw_lines import KINDS, answer, lines_of, requests  # noqa: E402
+
 from benchmarks import verdict_simulation  # noqa: E402
-from scripts import verdict  # noqa: E402
+from scripts import verdict, verdict_arms, verdict_gates, verdict_intervals, verdict_plans, verdict_runs, verdict_texts  # noqa: E402
 
-KINDS = ("reasoning", "code_edit", "quote_rag", "summary")
-QUICK = verdict.Settings(draws=500)
-QUIET = verdict.BootSpread(0.005, 20)
-
-
-def lines_of(
-    effect=1.4, prompts=24, repeats=2, boots="ABA", shared=False, sd=0.05, noise=0.01, boot_sd=0.0, seed=1, facts=True
-):
-    """Raw lines of a run with a known speed-up; `shared`: each letter of `boots` is not a load, they share load 0."""
-    rng = np.random.default_rng(seed)
-    gain = math.log(effect) + rng.normal(0, sd, prompts)
-    level = math.log(0.0136) + rng.normal(0, 0.05, prompts)
-    out = []
-    for number, arm in enumerate(boots):
-        moved = rng.normal(0, boot_sd)
-        if facts:
-            speculation = {"method": "ngram", "drafted": 900, "accepted": 400} if arm == "B" else {"method": None}
-            out.append(
-                {
-                    "arm": arm,
-                    "boot": 0 if shared else number,
-                    "facts": {
-                        "kv_cache_tokens": 100_000 if arm == "A" else 90_000,
-                        "preemptions": 0,
-                        "throttle_reasons": [],
-                        **speculation,
-                    },
-                }
-            )
-        for repeat in range(repeats):
-            for prompt in range(prompts):
-                tokens = 80 + 5 * prompt
-                log = level[prompt] + moved + rng.normal(0, noise) - (gain[prompt] if arm == "B" else 0)
-                decode = math.exp(log) * (tokens - 1)
-                ttft = 0.2 * math.exp(rng.normal(0, 0.01))
-                out.append(
-                    {
-                        "arm": arm,
-                        "variant": {"A": "base", "B": "ngram", "C": "suffix"}[arm],
-                        "boot": 0 if shared else number,
-                        "repeat": repeat,
-                        "prompt_id": f"p{prompt}",
-                        "class": KINDS[prompt % len(KINDS)],
-                        "ttft_s": ttft,
-                        "decode_s": decode,
-                        "e2e_s": ttft + decode,
-                        "output_tokens": tokens,
-                        "finish_reason": "stop",
-                        "token_ids": answer(prompt, tokens),
-                        "tool_call_ok": True,
-                        "reasoning_ok": True,
-                    }
-                )
-    return out
-
-
-def answer(prompt, tokens):
-    """Token ids of one prompt's answer, without a loop."""
-    rng = random.Random(prompt)
-    return [rng.randrange(30_000) for _ in range(tokens)]
+QUICK = verdict_arms.Settings(draws=500)
+QUIET = verdict_intervals.BootSpread(0.005, 20)
 
 
 def run_of(lines):
-    return verdict.read_run([json.dumps(line).encode() for line in lines], "run.jsonl")
+    return verdict_runs.read_run([json.dumps(line).encode() for line in lines], "run.jsonl")
 
 
 def judged(lines, **settings):
     known = settings.pop("known", QUIET)
-    return verdict.judge(run_of(lines), "A", "B", settings=verdict.Settings(draws=500, known=known, **settings))
-
-
-def requests(lines, arm=None, prompts=None):
-    """Request lines of an arm, of the first so many prompts."""
-    return [
-        line
-        for line in lines
-        if "prompt_id" in line
-        and arm in (None, line["arm"])
-        and (prompts is None or int(line["prompt_id"][1:]) < prompts)
-    ]
+    return verdict.judge(run_of(lines), "A", "B", settings=verdict_arms.Settings(draws=500, known=known, **settings))
 
 
 # -- interval ---------------------------------------------------------------------------------------------------------
@@ -119,18 +53,20 @@ def slow_interval(base, variant, draws, seed):
         picked = [rng.randrange(count) for _ in range(count)]
         means.append(sum(level(base, p, True) - level(variant, p, True) for p in picked) / count)
     low, high = np.percentile(means, (2.5, 97.5))
-    stretch = math.sqrt(count / (count - 1)) * verdict.student(count - 1) / verdict.Z
+    stretch = math.sqrt(count / (count - 1)) * verdict_intervals.student(count - 1) / verdict_intervals.Z
     return value, value + stretch * (low - value), value + stretch * (high - value)
 
 
 def test_interval_is_that_of_a_slow_bootstrap():
     rng = np.random.default_rng(3)
-    base = [verdict.Boot(n, rng.normal(0, 0.2, (20, 3))) for n in (0, 2)]
-    variant = [verdict.Boot(1, rng.normal(-0.3, 0.2, (20, 3)))]
+    base = [verdict_intervals.Boot(n, rng.normal(0, 0.2, (20, 3))) for n in (0, 2)]
+    variant = [verdict_intervals.Boot(1, rng.normal(-0.3, 0.2, (20, 3)))]
     base[0].logs[::2, 1] = base[1].logs[7] = np.nan  # failed requests, and a prompt that one load never answered
     variant[0].logs[::3, 0] = np.nan
     ones = np.ones(20)
-    found = verdict.estimate(base, variant, ones, ones, verdict.BootSpread(0.0, 9), np.random.default_rng(1), 10_000)
+    found = verdict_intervals.estimate(
+        base, variant, ones, ones, verdict_intervals.BootSpread(0.0, 9), np.random.default_rng(1), 10_000
+    )
     value, low, high = slow_interval(base, variant, 2_500, 2)
     assert found.value == pytest.approx(value, abs=1e-12)
     assert found.low == pytest.approx(low, abs=0.01)
@@ -151,22 +87,27 @@ def test_decode_time_is_per_token_after_the_first():
 
 def test_boot_spread_enters_the_interval_unless_the_load_is_shared():
     logs = np.zeros((20, 2))
-    ones, spread = np.ones(20), verdict.BootSpread(0.045, 8)
+    ones, spread = np.ones(20), verdict_intervals.BootSpread(0.045, 8)
 
     def width(base, variant):
-        arms = [[verdict.Boot(number, logs) for number in numbers] for numbers in (base, variant)]
-        return verdict.estimate(*arms, ones, ones, spread, np.random.default_rng(1)).high
+        arms = [[verdict_intervals.Boot(number, logs) for number in numbers] for numbers in (base, variant)]
+        return verdict_intervals.estimate(*arms, ones, ones, spread, np.random.default_rng(1)).high
 
     # Student's t with 8 degrees of freedom: 2.306 standard deviations, times the root of 1/loads + 1/loads.
     assert width([0], [1]) == pytest.approx(2.306 * 0.045 * math.sqrt(2), rel=0.05)
     assert width([0, 2], [1]) == pytest.approx(2.306 * 0.045 * math.sqrt(1.5), rel=0.05)
     assert width([0, 1], [0, 1]) == 0
-    assert verdict.contrast([verdict.Boot(0, logs)], [verdict.Boot(0, logs), verdict.Boot(1, logs)]) == 0.5
+    assert (
+        verdict_intervals.contrast(
+            [verdict_intervals.Boot(0, logs)], [verdict_intervals.Boot(0, logs), verdict_intervals.Boot(1, logs)]
+        )
+        == 0.5
+    )
 
 
 def test_loads_that_differ_widen_what_is_known():
-    known = verdict.BootSpread(0.04, 4)
-    boots = [verdict.Boot(number, np.full((5, 2), level)) for number, level in enumerate((0.0, 0.2))]
+    known = verdict_intervals.BootSpread(0.04, 4)
+    boots = [verdict_intervals.Boot(number, np.full((5, 2), level)) for number, level in enumerate((0.0, 0.2))]
     updated = known.updated(boots, boots[:1])
     assert updated.df == 5
     assert updated.sd == pytest.approx(math.sqrt((0.04**2 * 4 + 2 * 0.1**2) / 5))
@@ -174,14 +115,14 @@ def test_loads_that_differ_widen_what_is_known():
 
 @pytest.mark.parametrize(("df", "wanted"), [(4, 2.776), (8, 2.306), (15, 2.131), (71, 1.994)])
 def test_student_quantile(df, wanted):
-    assert verdict.student(df) == pytest.approx(wanted, rel=0.01)
+    assert verdict_intervals.student(df) == pytest.approx(wanted, rel=0.01)
 
 
 def test_totals_weigh_long_and_slow_answers_as_the_owner_pays_them():
-    base = [verdict.Boot(0, np.log(np.full((2, 1), 0.01)))]
-    variant = [verdict.Boot(0, np.log(np.array([[0.005], [0.02]])))]
+    base = [verdict_intervals.Boot(0, np.log(np.full((2, 1), 0.01)))]
+    variant = [verdict_intervals.Boot(0, np.log(np.array([[0.005], [0.02]])))]
     tokens = np.array([100.0, 900.0])
-    found = verdict.estimate(base, variant, np.ones(2), tokens, QUIET, np.random.default_rng(1), 100)
+    found = verdict_intervals.estimate(base, variant, np.ones(2), tokens, QUIET, np.random.default_rng(1), 100)
     assert math.exp(found.value) == pytest.approx(1)
     assert math.exp(found.totals) == pytest.approx((100 * 0.01 + 900 * 0.01) / (100 * 0.005 + 900 * 0.02))
 
@@ -199,16 +140,16 @@ def test_totals_weigh_long_and_slow_answers_as_the_owner_pays_them():
     ],
 )
 def test_words(low, high, word):
-    assert verdict.word_of(math.log(low), math.log(high), 0.03) == word
+    assert verdict_intervals.word_of(math.log(low), math.log(high), 0.03) == word
 
 
 def test_d_is_twice_the_spread_from_repeat_to_repeat():
     logs = np.zeros((10, 2)) + np.array([0.0, 0.1])
-    spread, df = verdict.within_spread([verdict.Boot(0, logs)], np.ones(10))
+    spread, df = verdict_intervals.within_spread([verdict_intervals.Boot(0, logs)], np.ones(10))
     assert (df, spread) == (1, pytest.approx(0.1 / math.sqrt(2)))
-    assert verdict.least_difference(spread) == pytest.approx(2 * math.expm1(0.1 / math.sqrt(2)))
-    assert verdict.least_difference(0.01) == 0.03
-    assert verdict.within_spread([verdict.Boot(0, logs[:, :1])], np.ones(10))[1] == 0
+    assert verdict_intervals.least_difference(spread) == pytest.approx(2 * math.expm1(0.1 / math.sqrt(2)))
+    assert verdict_intervals.least_difference(0.01) == 0.03
+    assert verdict_intervals.within_spread([verdict_intervals.Boot(0, logs[:, :1])], np.ones(10))[1] == 0
 
 
 # -- words of whole runs ----------------------------------------------------------------------------------------------
@@ -253,7 +194,7 @@ def test_a_run_is_judged_the_same_twice_and_by_its_seed():
 
 def test_one_load_each_is_undecided_where_boots_vary():
     lines = lines_of(effect=1.1, boots="AB", boot_sd=0.0)
-    result = judged(lines, known=verdict.BootSpread())
+    result = judged(lines, known=verdict_intervals.BootSpread())
     assert result["word"] == "undecided"
     assert result["needed"]["prompts"] is None  # more of the same load cannot tell
     assert result["needed"]["boots"]["variant"] >= 1
@@ -262,7 +203,7 @@ def test_one_load_each_is_undecided_where_boots_vary():
 
 
 def test_what_is_needed_decides():
-    known = verdict.BootSpread(0.0, 20)
+    known = verdict_intervals.BootSpread(0.0, 20)
     few = judged(lines_of(effect=1.05, prompts=24, sd=0.3, shared=True, boots="AB"), known=known)
     assert few["word"] == "undecided"
     more = few["needed"]["prompts"]
@@ -273,8 +214,8 @@ def test_what_is_needed_decides():
 
 
 def test_an_effect_on_the_border_is_said_to_be_undecidable():
-    found = verdict.Estimate(math.log1p(0.03) + 1e-5, -0.1, 0.2, 0, 0, 0, 0.04, 0.04, 8)
-    need = verdict.needed(found, 0.03, 72, 2, 1)
+    found = verdict_intervals.Estimate(math.log1p(0.03) + 1e-5, -0.1, 0.2, 0, 0, 0, 0.04, 0.04, 8)
+    need = verdict_plans.needed(found, 0.03, 72, 2, 1)
     assert (need["prompts"], need["boots"], need["both"]) == (None, None, None)
     assert "border" in need["said"]
 
@@ -302,7 +243,7 @@ def test_every_concurrency_and_arm_has_a_verdict():
         if line["arm"] != "A":
             line["decode_s"] *= 1.4 * 1.3
             line["e2e_s"] = line["ttft_s"] + line["decode_s"]
-    results = verdict.verdicts(run_of([*lines, *crowded]), settings=verdict.Settings(draws=500, known=QUIET))
+    results = verdict.verdicts(run_of([*lines, *crowded]), settings=verdict_arms.Settings(draws=500, known=QUIET))
     words = {(result["variant"]["arm"], result["concurrency"]): result["word"] for result in results}
     assert words[("B", 1)] == "faster"
     assert words[("B", 8)] == "slower"  # the sign flips with load
@@ -459,20 +400,26 @@ def test_gate(name, trip, word):
 
 def test_every_failing_gate_has_a_row():
     """A gate that the table does not trip could be one that cannot fail."""
-    states_only = {"order", "kv_capacity", "looping_base"}
+    states_only = {"order", "kv_capacity", "looping_base", "itl_p95"}
     names = {gate["name"] for gate in judged(lines_of())["gates"]} - states_only
     assert names | {"short_base"} == {name for name, *_ in GATES}
 
 
 def test_p95_is_the_nearest_rank_of_what_is_known():
     values = np.array([[*range(1, 21)], [7.0, *[np.nan] * 19], [3.0, 1.0, 2.0, *[np.nan] * 17]], float)
-    assert verdict.p95(values).tolist() == [19, 7, 3]
+    assert verdict_gates.p95(values).tolist() == [19, 7, 3]
+
+
+@pytest.mark.parametrize(("shared", "ok"), [(True, True), (False, None)])
+def test_drift_is_unknown_after_one_load_unless_it_is_both_arms(shared, ok):
+    result = judged(lines_of(effect=1.4, boots="AB", shared=shared))
+    assert next(gate for gate in result["gates"] if gate["name"] == "drift")["ok"] is ok
 
 
 def test_the_tail_fails_beyond_what_boots_explain_only():
     lines = change("B", ttft_s=lambda line: line["ttft_s"] * 1.08)(lines_of(effect=1.4))
     assert judged(lines)["reasons"] == ["ttft_p95"]
-    loose = judged(lines, known=verdict.BootSpread())
+    loose = judged(lines, known=verdict_intervals.BootSpread())
     assert loose["word"] == "faster"
     assert "no more than prompts and boots explain" in next(
         gate["said"] for gate in loose["gates"] if gate["name"] == "ttft_p95"
@@ -512,6 +459,41 @@ def test_without_answers_divergence_is_unknown():
     gate = next(gate for gate in judged(lines)["gates"] if gate["name"] == "diverged")
     assert gate["ok"] is None
     assert "not recorded" in gate["said"]
+
+
+def test_answers_recorded_once_are_compared_and_timed_repeats_without_them_are_not():
+    lines = lines_of(effect=1.4)
+    for line in requests(lines):
+        if line["repeat"] == 1:  # timed by a load generator that returns no token ids
+            line["token_ids"] = None
+            line["output_tokens"] += 3
+    for line in requests(lines, "B", 8):
+        if line["repeat"] == 0:
+            line["token_ids"] = line["token_ids"][::-1]
+    result = judged(lines)
+    assert result["word"] == "output changed"
+    assert result["diverged"] == [f"p{number}" for number in range(8)]
+
+
+def test_broken_tool_calls_and_unseparated_reasoning_are_seen_in_the_text():
+    call = '{"tool": "stock", "arguments": {"article": "pot"}}'
+    given = {"token_ids": None, "tool_call_ok": None, "reasoning_ok": None, "text": call}
+    broken = judged(change("B", 2, text=call[:-1])(change(None, **given)(lines_of())))
+    assert "tool_calls" in broken["reasons"]
+    mixed = judged(change("B", 1, text=f"<think>so</think>{call}")(change(None, **given)(lines_of())))
+    assert "reasoning" in mixed["reasons"]
+    fine = judged(change(None, **given)(lines_of()))
+    assert fine["word"] == "faster"
+    assert "good on 24 prompts" in next(gate["said"] for gate in fine["gates"] if gate["name"] == "tool_calls")
+
+
+def test_the_tail_of_inter_token_latency_and_the_kv_capacity_lost_are_stated():
+    lines = change("B", itl_s={"p95": 0.03})(change("A", itl_s={"p95": 0.02})(lines_of()))
+    result = judged(lines)
+    assert result["word"] == "faster"
+    assert "KV cache 90000 tokens, 100000 in the base: -10.0%" in result["sentence"]
+    said = next(gate for gate in result["gates"] if gate["name"] == "itl_p95")
+    assert said["ok"] is None and "30.0 ms, 20.0 ms in the base" in said["said"]
 
 
 def test_what_the_base_does_too_is_not_held_against_the_variant():
@@ -556,7 +538,7 @@ def test_random_prompts_are_seen_although_their_class_says_otherwise():
     ],
 )
 def test_loops(ids, loop):
-    assert verdict.loops(ids) is loop
+    assert verdict_texts.loops(ids) is loop
 
 
 @pytest.mark.parametrize(
@@ -568,7 +550,7 @@ def test_loops(ids, loop):
     ],
 )
 def test_loops_in_text(text, loop):
-    assert verdict.loops_text(text) is loop
+    assert verdict_texts.loops_text(text) is loop
 
 
 WRITTEN = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -592,16 +574,16 @@ WORDS = sorted({word for word in WRITTEN.split() if word.isalpha()})
     ],
 )
 def test_synthetic_text(text, why):
-    found = verdict.looks_synthetic(text)
+    found = verdict_texts.looks_synthetic(text)
     assert (found is None) if why is None else (found or "").startswith(why)
 
 
 def test_short_random_prompts_are_judged_together():
     rng = random.Random(5)
     texts = {str(n): " ".join(f"w{rng.randrange(30_000)}" for _ in range(20)) for n in range(20)}
-    assert set(verdict.synthetic_texts(texts)) == set(texts)
+    assert set(verdict_texts.synthetic_texts(texts)) == set(texts)
     words = WRITTEN.split()
-    assert verdict.synthetic_texts({str(n): " ".join(words[20 * n : 20 * n + 20]) for n in range(20)}) == {}
+    assert verdict_texts.synthetic_texts({str(n): " ".join(words[20 * n : 20 * n + 20]) for n in range(20)}) == {}
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -610,14 +592,14 @@ def test_short_random_prompts_are_judged_together():
 @pytest.mark.parametrize(
     "plan",
     [
-        verdict.Plan(prompts=24, one_load=1, base_boots=1, repeats=4),
-        verdict.Plan(prompts=40, base_boots=2, variant_boots=1),
+        verdict_plans.Plan(prompts=24, one_load=1, base_boots=1, repeats=4),
+        verdict_plans.Plan(prompts=40, base_boots=2, variant_boots=1),
     ],
     ids=["one load", "A B A"],
 )
 def test_closed_form_agrees_with_drawn_runs(plan):
     row = verdict_simulation.cell((7, "test", plan, 120))
-    weighed = verdict.power(plan)
+    weighed = verdict_plans.power(plan)
     assert row["false_faster"] < 0.05
     assert weighed["smallest_effect"] == pytest.approx(row["smallest_effect"], rel=0.06)
     assert row["refused"] == pytest.approx(weighed["null_refused"], abs=0.06)
@@ -628,7 +610,7 @@ def test_committed_simulation_is_what_the_page_and_the_closed_form_say():
     assert stored["worst_false_faster"] < 0.05
     assert stored["runs"] >= 10_000
     for row in stored["rows"]:
-        plan = verdict.Plan(
+        plan = verdict_plans.Plan(
             **{
                 key: row[key]
                 for key in (
@@ -644,7 +626,7 @@ def test_committed_simulation_is_what_the_page_and_the_closed_form_say():
                 )
             }
         )
-        formula = verdict.power(plan)["smallest_effect"]
+        formula = verdict_plans.power(plan)["smallest_effect"]
         assert formula == pytest.approx(row["smallest_effect_closed_form"])
         if row["one_load"]:  # with several loads of the base, its drift refuses some too
             assert row["null_refused_closed_form"] == pytest.approx(row["refused"], abs=0.03), row["plan"]
@@ -652,17 +634,49 @@ def test_committed_simulation_is_what_the_page_and_the_closed_form_say():
             assert formula == pytest.approx(row["smallest_effect"], rel=0.06), row["plan"]
 
 
+def test_with_classes_and_margin_no_drawn_run_needs_more():
+    for row in json.loads(verdict_plans.SIMULATION.read_text(encoding="utf-8"))["rows"]:
+        own = {key: row[key] for key in row.keys() & {item.name for item in fields(verdict_plans.Plan)}}
+        plan = verdict_plans.Plan(**own)
+        if verdict_plans.power(plan)["null_refused"] < verdict_plans.MOST_REFUSED:
+            said = verdict_plans.with_classes(plan, verdict_simulation.CLASSES) ** verdict_plans.MARGIN
+            assert row["smallest_effect"] < said * 1.003 and said < 1.04 * row["smallest_effect"], row["plan"]
+
+
+@pytest.mark.parametrize(
+    ("words", "low", "high", "source"),
+    [
+        ("prompts=72 repeats=3 boots=2,1", 1.28, 1.36, "simulated"),
+        ("prompts=24 repeats=3 boots=2,1", 1.33, 1.54, "simulated"),
+        ("prompts=16 repeats=6 boots=1,1 one_load=1", 1.32, 2.65, "simulated"),
+        ("prompts=24 repeats=4 boots=2,1", 1.33, 1.58, "closed form, class gate and 5% included"),
+    ],
+)
+def test_a_plan_says_what_it_finds_for_prompts_as_they_are(words, low, high, source):
+    found = verdict_plans.smallest_range(verdict_plans.parse_plan(words), 6)
+    assert (found["low"], found["high"]) == (pytest.approx(low, abs=0.01), pytest.approx(high, abs=0.02))
+    assert found["source"] == source
+    assert f"{found['low']:.2f}x (prompts that behave alike) to {found['high']:.2f}x" in found["sentence"]
+
+
+def test_a_plan_on_the_border_of_its_null_run_names_no_effect():
+    found = verdict_plans.smallest_range(verdict_plans.parse_plan("prompts=16 repeats=3 boots=1,1 one_load=1"), 6)
+    assert found["high"] is None and "the null run refuses the rig in" in found["sentence"]
+
+
 def test_more_prompts_and_boots_find_smaller_effects():
     plans = ["prompts=24", "prompts=72", "prompts=72 boots=3,3", "prompts=72 boots=1,1 one_load=1"]
-    effects = [verdict.power(verdict.parse_plan(plan))["smallest_effect"] for plan in plans]
+    effects = [verdict_plans.power(verdict_plans.parse_plan(plan))["smallest_effect"] for plan in plans]
     assert effects == sorted(effects, reverse=True)
 
 
 def test_the_closed_form_knows_how_well_the_boot_spread_is_known():
     def half(df):
         return math.log1p(
-            verdict.power(
-                verdict.Plan(prompt_sd=0, request_sd=0, pass_sd=0, variant_boots=2, known=verdict.BootSpread(0.045, df))
+            verdict_plans.power(
+                verdict_plans.Plan(
+                    prompt_sd=0, request_sd=0, pass_sd=0, variant_boots=2, known=verdict_intervals.BootSpread(0.045, df)
+                )
             )["interval"]
         )
 
@@ -671,11 +685,11 @@ def test_the_closed_form_knows_how_well_the_boot_spread_is_known():
 
 
 def test_a_plan_whose_null_run_fails_says_so():
-    weighed = verdict.power(verdict.Plan(prompts=16, repeats=2, request_sd=0.15, base_boots=1))
+    weighed = verdict_plans.power(verdict_plans.Plan(prompts=16, repeats=2, request_sd=0.15, base_boots=1))
     assert weighed["smallest_effect"] is None
     assert "more repeats" in weighed["sentence"]
 
 
 def test_raw_lines_are_read_as_bytes():
     stream = io.BytesIO(b"\n".join(json.dumps(line).encode() for line in lines_of()))
-    assert verdict.read_run(stream, "x").arms == ["A", "B"]
+    assert verdict_runs.read_run(stream, "x").arms == ["A", "B"]

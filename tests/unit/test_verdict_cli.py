@@ -169,7 +169,7 @@ def test_bad_call(tmp_path, capsys, arguments, said):
 
 def test_one_arm_alone(tmp_path, capsys):
     assert call(write(tmp_path, [line for line in lines_of() if line["arm"] == "A"])) == 2
-    assert "found 1 arm(s) ['A'], expected at least two" in capsys.readouterr().err
+    assert "found 1 arm(s) ['A'], expected at least 2" in capsys.readouterr().err
 
 
 def test_plan(capsys):
@@ -218,3 +218,21 @@ def test_help_names_every_key_and_exit_code(capsys):
     out = " ".join(capsys.readouterr().out.split())
     for word in ("decode_s", "token_ids", "throttle_reasons", "output changed", "3 no verdict"):
         assert word in out
+
+
+def test_history_narrows_or_widens_the_interval(tmp_path, capsys):
+    path = write(tmp_path, lines_of(1.1))
+    history = tmp_path / "history.jsonl"
+    history.write_text(
+        "".join(
+            json.dumps({"run": f"r{n}", "boot": 0, "ms_per_token": 10 + 0.05 * (n % 2), "host": "gpu1"}) + "\n"
+            for n in range(12)
+        )
+    )
+    assert call(path, "--draws", "500") == 1
+    assert "undecided" in capsys.readouterr().out
+    assert call(path, "--draws", "500", "--history", str(history), "--json") == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert settings["boot_sd"] < 0.003 and settings["boot_loads"] == 12
+    assert call(path, "--history", str(history), "--boot-sd", "0.01", "--boot-loads", "9") == 2
+    assert "--history and --boot-sd" in capsys.readouterr().err

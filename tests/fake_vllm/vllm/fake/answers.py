@@ -38,7 +38,7 @@ def broken(message: str = DEAD) -> Refusal:
     return Refusal(500, "InternalServerError", message)
 
 
-@dataclass
+@dataclass(eq=False)  # two jobs of one prompt are two
 class Job:
     """One sequence: its prompt, what it will say, and its decode steps as (drafted, accepted)."""
 
@@ -115,11 +115,14 @@ class Writer:
     max_model_len: int
     max_num_seqs: int
     suspended: Callable[[], bool]
+    detail: str = "none"  # --per-request-spec-decode-metrics
+    worker: Any = None
     broken: threading.Event = field(default_factory=threading.Event)  # the engine is dead or aborts
     frozen: threading.Event = field(default_factory=threading.Event)  # the engine is gone, connections stay open
     slots: threading.Semaphore = field(init=False)
     checked: float = 0.0
     stalled: bool = False
+    cached: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)  # (salt, prompt) whose prefix was computed
 
     def __post_init__(self) -> None:
         self.slots = threading.Semaphore(self.max_num_seqs)
@@ -136,7 +139,7 @@ class Writer:
             return [(0, 0)] * max(0, len(out) - 1)
         count, rate = self.spec.num_speculative_tokens, self.knobs.acceptance
         if rate is None and self.spec.method.startswith("ngram"):
-            return text.steps_by_ngram(prompt, out, self.spec.prompt_lookup_min, self.spec.prompt_lookup_max, count)
+            return text.steps_by(self.worker.model_runner.drafter.drafts, prompt, out)
         return text.steps_by_rate(len(out), count, 0.6 if rate is None else rate)
 
     def parse(self, body: Any, chat: bool) -> Request:
@@ -178,6 +181,11 @@ class Writer:
                 )
             out, ended = text.answer(prompt, wanted, self.style(), bool(body.get("ignore_eos")))
             jobs += [Job(prompt, out, ended, self.steps(prompt, out)) for _ in range(int(body.get("n") or 1))]
+        salt = str(body.get("cache_salt") or "")
+        for prompt in prompts:
+            known = (salt, tuple(prompt))
+            self.metrics.prefix(len(prompt), len(prompt) // 16 * 16 if known in self.cached else 0)
+            self.cached.add(known)
         stop = body.get("stop") or []
         options = body.get("stream_options") or {}
         return Request(
@@ -234,7 +242,6 @@ class Writer:
         tokens = sum(len(job.prompt) for job in request.jobs)
         with metrics.lock:
             metrics.running += 1
-            metrics.prompt_tokens += tokens
             metrics.context_tokens += tokens
         try:
             due = born + self.knobs.ttft_s
@@ -249,6 +256,9 @@ class Writer:
                     ids = job.advance()
                     metrics.step(step[0], max(0, len(ids) - 1))
                     new.append((job, ids))
+                if first:  # counted with the first output, as the engine does: one that hangs counts nothing
+                    with metrics.lock:
+                        metrics.prompt_tokens += tokens
                 now = time.monotonic()
                 (metrics.first_token if first else metrics.between_tokens).observe(now - (born if first else last))
                 first, last = False, now
@@ -269,4 +279,4 @@ class Writer:
             with metrics.lock:
                 metrics.running -= 1
                 metrics.context_tokens -= tokens
-                metrics.success[reason] += 1
+                metrics.success[reason] += len(request.jobs)

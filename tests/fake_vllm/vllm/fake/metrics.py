@@ -44,6 +44,8 @@ class Metrics:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     context_tokens: int = 0
     success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     first_token: Histogram = field(default_factory=Histogram)
@@ -63,6 +65,12 @@ class Metrics:
             self.accepted += accepted
             for position in range(accepted):
                 self.positions[position] += 1
+
+    def prefix(self, tokens: int, hits: int) -> None:
+        """One prompt of so many tokens, of which the prefix cache had so many."""
+        with self.lock:
+            self.prefix_queries += tokens
+            self.prefix_hits += hits
 
     def page(self) -> str:
         """The text of /metrics."""
@@ -117,6 +125,10 @@ class Metrics:
                 "Number of generation tokens processed.",
                 self.generation_tokens,
             )
+            single(
+                "vllm:prefix_cache_queries_total", "counter", "Prefix cache queries, in tokens.", self.prefix_queries
+            )
+            single("vllm:prefix_cache_hits_total", "counter", "Prefix cache hits, in tokens.", self.prefix_hits)
             name = "vllm:request_success_total"
             head(name, "counter", "Count of successfully processed requests.")
             for reason, count in self.success.items():

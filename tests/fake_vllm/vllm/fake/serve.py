@@ -121,6 +121,7 @@ class Launch:
 
     def make_server(self) -> None:
         """The HTTP server with its state; it listens when told to."""
+        from vllm.fake import worker
         from vllm.fake.answers import Writer
         from vllm.fake.metrics import Metrics
         from vllm.fake.server import Server, State
@@ -137,6 +138,8 @@ class Launch:
             self.config.model_config.max_model_len,
             self.config.scheduler_config.max_num_seqs,
             lambda: self.engine is not None and self.engine.suspended(),
+            getattr(self.args, "per_request_spec_decode_metrics", None) or "none",
+            worker.make(spec, getattr(self.args, "worker_extension_cls", None)),
         )
         keys = [key for key in [os.environ.get("VLLM_API_KEY", ""), *(self.args.api_key or [])] if key]
         access = not getattr(self.args, "disable_uvicorn_access_log", False)
@@ -172,6 +175,8 @@ class Launch:
                 self.terms = 0  # swallowed without a trace
             self.enter(beat)
             self.teller.tell(beat)
+        if not knobs.bind_early:
+            self.server.start()  # after uvicorn's own lines, as the real one: no answer comes before them
 
     def enter(self, beat: Beat) -> None:
         """What a phase does besides printing."""
@@ -198,8 +203,6 @@ class Launch:
             assert self.engine is not None
             self.engine.tell("ready")
             self.state.loading = False
-            if not knobs.bind_early:
-                self.server.start()
 
     def until(self, moment_: float) -> None:
         """Waits to a monotonic time while looking at signals and at the engine."""

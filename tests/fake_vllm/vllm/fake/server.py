@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Callable
 
 from vllm import __version__
-from vllm.fake import log, text
+from vllm.fake import log, text, worker
 from vllm.fake.answers import CLOSED, Job, Refusal, Request, Writer, bad, broken, chat_prompt
 
 GUARDED = ("/v1", "/v2", "/inference", "/cohere")
@@ -73,6 +73,23 @@ def usage(request: Request) -> dict[str, Any]:
 def finish(job: Job) -> str:
     """Why a sequence ended."""
     return "stop" if job.ended else "length"
+
+
+def acceptance(request: Request, writer: Writer) -> dict[str, Any] | None:
+    """What speculation did for a request of one sequence, where the server was started to say it."""
+    if writer.spec is None or writer.detail == "none" or len(request.jobs) != 1:
+        return None
+    steps = [step for step in request.jobs[0].steps[: request.jobs[0].at] if step[0]]
+    accepted = sum(step[1] for step in steps)
+    told: dict[str, Any] = {
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": sum(step[0] for step in steps),
+        "num_spec_tokens": writer.spec.num_speculative_tokens,
+    }
+    if writer.detail == "detailed" and steps:
+        told.update(per_step_accepted=[step[1] for step in steps], per_step_drafted=[step[0] for step in steps])
+    return {"speculative_decoding": told}
 
 
 def cut(content: str, stops: list[str]) -> tuple[str, bool]:
@@ -176,6 +193,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.tokenize()
             elif path == "/detokenize":
                 self.reply_json(200, {"prompt": text.decode(self.body().get("tokens", []))})
+            elif path == "/collective_rpc" and worker.has_endpoints():
+                self.collective_rpc()
             elif path in ("/v1/completions", "/v1/chat/completions"):
                 with self.state.counted():
                     self.complete(path == "/v1/chat/completions")
@@ -192,6 +211,16 @@ class Handler(BaseHTTPRequestHandler):
         ids = text.encode(chat_prompt(body["messages"]) if body.get("messages") else str(body.get("prompt", "")))
         length = self.state.writer.max_model_len
         self.reply_json(200, {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": None})
+
+    def collective_rpc(self) -> None:
+        """A method of the worker by its name; what it raises is a 500 with its text."""
+        body = self.body()
+        try:
+            result = getattr(self.state.writer.worker, body["method"])(*body.get("args", []), **body.get("kwargs", {}))
+        except Exception as error:
+            said = f"Worker failed with error '{error}', please check the stack trace above for the root cause"
+            raise broken(f"Call to collective_rpc method failed: {said}") from error
+        self.reply_json(200, {"results": [result]})
 
     def complete(self, chat: bool) -> None:
         """A completion, streamed or whole."""
@@ -237,7 +266,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if request.chat:
             role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            self.event({**head, "choices": [role]})
+            ids = {"prompt_token_ids": request.jobs[0].prompt} if request.token_ids else {}
+            self.event({**head, "choices": [role], **ids})
         said: dict[int, int] = {}
         try:
             for new in steps:
@@ -257,7 +287,8 @@ class Handler(BaseHTTPRequestHandler):
                     said_here = {"delta": {"content": part}} if request.chat else {"text": part}
                     self.event({**head, "choices": [{**common, **said_here}]})
             if request.usage_in_stream:
-                self.event({**head, "choices": [], "usage": usage(request)})
+                told = acceptance(request, self.state.writer)
+                self.event({**head, "choices": [], "usage": usage(request), **({"metrics": told} if told else {})})
         except Refusal as refusal:
             self.event(refusal.body)
         self.chunk(b"data: [DONE]\n\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm.fake import release
@@ -100,14 +101,14 @@ def ngram_drafts(context: list[int], low: int, high: int, count: int) -> list[in
     return []
 
 
-def steps_by_ngram(prompt: list[int], out: list[int], low: int, high: int, count: int) -> list[tuple[int, int]]:
-    """(drafted, accepted) of each decode step that yields `out`; the first token comes from prefill and is not in the
-    list.
+def steps_by(propose: Callable[[list[int]], list[int]], prompt: list[int], out: list[int]) -> list[tuple[int, int]]:
+    """(drafted, accepted) of each decode step that yields `out`, with the drafts of `propose`; the first token comes
+    from prefill and is not in the list.
     """
     steps: list[tuple[int, int]] = []
     done = 1
     while done < len(out):
-        drafts = ngram_drafts((prompt + out[:done])[-2048:], low, high, count)
+        drafts = propose((prompt + out[:done])[-2048:])
         accepted = 0
         while accepted < len(drafts) and done + accepted < len(out) and drafts[accepted] == out[done + accepted]:
             accepted += 1

@@ -1,10 +1,11 @@
-"""The `vllm` command: `vllm serve MODEL ...` and `vllm --version`."""
+"""The `vllm` command: `vllm serve MODEL ...`, `vllm bench serve ...` and `vllm --version`."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
 
+from vllm.fake import bench
 from vllm.fake.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -23,7 +24,7 @@ COMMANDS = (
 
 
 def make_parser() -> FlexibleArgumentParser:
-    """The command's parser. Only `serve` has its arguments."""
+    """The command's parser. Only `serve` and `bench serve` have their arguments."""
     parser = FlexibleArgumentParser(prog="vllm", description="vLLM CLI")
     # the real command asks for this very name, so a build under another one needs its metadata too
     parser.add_argument("-v", "--version", action="version", version=importlib.metadata.version("vllm"))
@@ -32,6 +33,8 @@ def make_parser() -> FlexibleArgumentParser:
         sub = subparsers.add_parser(name, usage=f"vllm {name} [model_tag] [options]")
         if name == "serve":
             make_arg_parser(sub)
+        if name == "bench":
+            bench.add_parser(sub)
     return parser
 
 
@@ -44,6 +47,8 @@ def main() -> None:
         from vllm.fake.serve import serve
 
         sys.exit(serve(args))
+    if args.subparser == "bench" and args.bench_type:
+        sys.exit(bench.run(args))
     if args.subparser:
         sys.exit(
             f"fake vllm: `vllm {args.subparser}` is not part of the fake engine; see tests/fake_vllm/README.md "

@@ -408,7 +408,8 @@ class Experiment:
             mine = [line for line in run_folder.read_lines(self.run / "raw.jsonl") if line["arm"] == "A"]
             mine = [{**line, "id": line["prompt_id"]} for line in mine if line.get("concurrency") == 1]
             run_folder.write_lines(plain, mine, 0o600)
-            cost = ",".join(str(told["fixed_cost"][key]) for key in ("value", "low", "high"))
+            parts = [told["fixed_cost"], told["fixed_cost"].get("drafting") or {}]
+            cost = ",".join(str(part[key]) for part in parts for key in ("value", "low", "high") if part)
             words += ["--plain", str(plain), "--fixed-cost", cost]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode in (0, 1) and done.stdout:

@@ -25,7 +25,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -241,8 +241,8 @@ def rule_of(options: argparse.Namespace) -> tuple[replay.Rule, str]:
 def fixed_of(options: argparse.Namespace) -> prediction.Fixed | None:
     """The fixed cost of the options, or None."""
     if options.fixed_cost is not None:
-        values = options.fixed_cost
-        return prediction.Fixed(values[0], values[1], values[2], "as stated")
+        (value, low, high), drafting = options.fixed_cost
+        return prediction.Fixed(value, low, high, "as stated", drafting)
     if options.fixed_costs is None:
         return None
     wanted = {
@@ -265,7 +265,18 @@ def fixed_of(options: argparse.Namespace) -> prediction.Fixed | None:
             "three numbers above 0; measure it again with `predict.py fixed-cost --store`"
         )
     value, low, high = values
-    return prediction.Fixed(value, low, high, f"{options.fixed_costs}: {last.get('source')}")
+    drafting = last.get("drafting")
+    if drafting is not None and not (
+        isinstance(drafting, list)
+        and len(drafting) == 3
+        and all(isinstance(one, (int, float)) and one > 0 for one in drafting)
+    ):
+        raise InputError(
+            f"{options.fixed_costs}: drafting: found {json.dumps(drafting):.60} for {options.host}, expected null or "
+            "three numbers above 0; measure it again with `predict.py fixed-cost --store`"
+        )
+    source = f"{options.fixed_costs}: {last.get('source')}"
+    return prediction.Fixed(value, low, high, source, (drafting[0], drafting[1], drafting[2]) if drafting else None)
 
 
 def reload_of(options: argparse.Namespace, worth: str) -> dict[str, Any] | None:
@@ -342,8 +353,10 @@ def prediction_table(found: Mapping[str, Any]) -> list[Any]:
         f"Best of the grid: k={best['k']} min={best['min']} max={best['max']}, decoding {overall['speedup']:.2f}x "
         f"({overall['low']:.2f} to {overall['high']:.2f}); {overall['why']}\n"
     )
+    drafting = fixed and fixed["drafting"]
+    with_drafts = f", {drafting['value']:.3f} in steps with drafts" if drafting else ""
     head.append(
-        f"Fixed cost {fixed['value']:.3f} ({fixed['low']:.3f} to {fixed['high']:.3f}; {fixed['source']}). "
+        f"Fixed cost {fixed['value']:.3f} ({fixed['low']:.3f} to {fixed['high']:.3f}){with_drafts}; {fixed['source']}. "
         if fixed
         else f"All figures {prediction.WITHOUT_FIXED}. "
     )
@@ -471,7 +484,19 @@ def command_fixed_cost(options: argparse.Namespace) -> int:
         )
     plain = prediction.per_token(json_files.read_lines(options.plain, RECORDED), options.plain, clock)
     source = options.source or f"{Path(options.off).name} over {Path(options.plain).name}"
-    found = prediction.fixed_cost(plain, prediction.per_token(off, options.off, clock), source)
+    idle = prediction.per_token(off, options.off, clock)
+    found = prediction.fixed_cost(plain, idle, source)
+    drafting = None
+    if options.probe:
+        probe = step_cost.read_probe(options.probe)
+        rng = np.random.default_rng(prediction.SEED)
+        curve = step_cost.curve_of(probe, options.probe, options.metric, None, prediction.DRAWS, rng)
+        drafting = prediction.drafting_cost(plain, idle, timed_steps(options.off, rows, clock), curve)
+        if drafting is None:
+            raise InputError(
+                f"{options.off}: found fewer than 3 prompts with drafts, expected a setting that drafts beside "
+                f"{options.setting!r}; record more prompts, or leave --probe out"
+            )
     row = {
         "host": options.host,
         "model": options.model,
@@ -480,6 +505,7 @@ def command_fixed_cost(options: argparse.Namespace) -> int:
         "fixed_cost": found.value,
         "low": found.low,
         "high": found.high,
+        "drafting": drafting,
         "clock": clock,
         "source": found.source,
         "unix": round(time.time()),
@@ -488,6 +514,23 @@ def command_fixed_cost(options: argparse.Namespace) -> int:
         json_files.write(options.store, json.dumps(row) + "\n", "--store", "a")
     print(json.dumps(row))
     return 0
+
+
+def timed_steps(
+    path: str, rows: Sequence[Mapping[str, Any]], clock: str
+) -> Iterator[tuple[str, float, prediction.Floats]]:
+    """(prompt, seconds, steps by drafts) of a trial's lines under its largest k, by their own tokens.
+
+    A unit of its own with a smaller k has graphs for that; in the trial such steps fall out of them.
+    """
+    named = [(row, setting_of(str(row["setting"]))) for row in rows if row.get("setting") and not row.get("error")]
+    drafting = [(row, setting) for row, setting in named if setting]
+    most = max((setting.k for _, setting in drafting), default=0)
+    for row, setting in drafting:
+        if setting.k == most and row.get(clock) and len(row.get("output_token_ids") or []) > 1:
+            [transcript] = replay.read_transcripts([json.dumps(row).encode()], path)
+            steps = replay.replay(transcript, [setting], replay.Rule("v1")).drafted_steps[0]
+            yield str(row["id"]), float(row[clock]), steps.astype(float)
 
 
 def setting_of(name: str) -> replay.Setting | None:
@@ -660,17 +703,22 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def three(text: str) -> tuple[float, float, float]:
-    """A fixed cost of the command line: VALUE, or VALUE,LOW,HIGH."""
+def fixed_cost(text: str) -> tuple[prediction.Three, prediction.Three | None]:
+    """A fixed cost of the command line: VALUE, or VALUE,LOW,HIGH, or that and three more of steps with drafts."""
     try:
         values = [float(one) for one in text.split(",")]
     except ValueError:
         values = []
     if len(values) == 1:
         values *= 3
-    if len(values) != 3 or not 0 < values[1] <= values[0] <= values[2]:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected VALUE or VALUE,LOW,HIGH, such as 1.8,1.7,1.9")
-    return values[0], values[1], values[2]
+    if len(values) not in (3, 6) or not all(
+        0 < values[at + 1] <= values[at] <= values[at + 2] for at in range(0, len(values), 3)
+    ):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected VALUE or VALUE,LOW,HIGH, such as 1.8,1.7,1.9, or six numbers: F of steps "
+            "without drafts, then with"
+        )
+    return (values[0], values[1], values[2]), (values[3], values[4], values[5]) if len(values) == 6 else None
 
 
 def numbers(text: str) -> list[int]:
@@ -699,7 +747,12 @@ def add_cost(one: argparse.ArgumentParser) -> None:
         "--metric", choices=step_cost.METRICS, help="clock of the probe: default the engine's own, else wall"
     )
     cost = one.add_mutually_exclusive_group()
-    cost.add_argument("--fixed-cost", type=three, metavar="F[,LOW,HIGH]", help="T_on(1)/T(1)")
+    cost.add_argument(
+        "--fixed-cost",
+        type=fixed_cost,
+        metavar="F[,LOW,HIGH[,F,LOW,HIGH]]",
+        help="T_on(1)/T(1); then F of steps with drafts, where it is known (else the same)",
+    )
     cost.add_argument("--fixed-costs", metavar="FILE.jsonl", help="what `fixed-cost --store` wrote")
     one.add_argument("--seed", type=from_zero, default=prediction.SEED)
     one.add_argument("--draws", type=whole, default=prediction.DRAWS)
@@ -742,6 +795,9 @@ def add_prediction(commands: Any) -> None:
     two.add_argument("off", metavar="OFF.jsonl", help="record lines of a trial; those of --setting count")
     two.add_argument("--setting", default="off", help="name of the setting that drafts nothing (off)")
     two.add_argument("--metric", choices=step_cost.METRICS, help="clock: default wall")
+    two.add_argument(
+        "--probe", metavar="PROBE.json", help="of the plain baseline: F of steps with drafts too, by the other settings"
+    )
     two.add_argument("--store", metavar="FILE.jsonl", help="append it here for later predictions")
     two.add_argument("--source", help="where it is from, for the record")
     for name in ("--host", "--model", "--engine-version"):

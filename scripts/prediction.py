@@ -2,10 +2,12 @@
 
 Decode time under a setting is the SUM over the replayed steps of the cost of a step with that many drafts:
 
-    time = sum over steps of [ T(1 + d) / T(1) + F - 1 ],  in units of one plain step;   speed-up = plain steps / time
+    time = sum over steps of [ T(1 + d) / T(1) + F(d) - 1 ],  in units of one plain step;  speed-up = plain steps / time
 
-F is T_on(1)/T(1): what having speculation on costs every step, drafts or none. Intervals: prompts are drawn anew within
-their class, the curve from its probes' repeats, F from its own interval, and MODEL_SD for what such a sum leaves out.
+F is what having speculation on costs a step: F(0) = T_on(1)/T(1) one without drafts, and often less one with, since the
+V1 runner replays a whole CUDA graph only for steps of exactly k + 1 tokens a stream. Intervals: prompts are drawn anew
+within their class, the curve from its probes' repeats, F from its own interval, and MODEL_SD for what such a sum leaves
+out.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from scripts.json_files import InputError
 from scripts.step_cost import TAILS, Curve
 
 Floats = npt.NDArray[np.float64]
+Three = tuple[float, float, float]  # value, lower and upper end of its 95 % interval
 
 DRAWS = 2000
 SEED = 6
@@ -39,25 +42,41 @@ MODEL_SD = 0.03
 DRAFT_COSTS = (0.0, 0.02, 0.05, 0.1)
 FAMILIES = {"ngram": "ngram", "ngram_gpu": "ngram_gpu", "suffix": "suffix"}
 WITHOUT_FIXED = "excluding the cost of switching speculation on"
+MEASURE_DRAFTING = "measure it with `predict.py fixed-cost --probe`"
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """T_on(1)/T(1) with its 95 % interval and where it is from."""
+    """F(0) with its 95 % interval and where it is from; `drafting`: F of steps with drafts, (value, low, high)."""
 
     value: float
     low: float
     high: float
     source: str
+    drafting: Three | None = None
 
-    def draws(self, count: int, rng: np.random.Generator) -> Floats:
-        """Log-normal draws of the value, shape (count,)."""
-        sd = math.log(self.high / self.low) / (2 * 1.959964) if self.high > self.low else 0.0
-        return self.value * np.exp(rng.normal(0.0, sd, count))
+    def draws(self, count: int, most: int, rng: np.random.Generator) -> Floats:
+        """Log-normal draws of F(0..most), shape (count, most + 1)."""
+        parts = [(self.value, self.low, self.high), self.drafting]
+        drawn = []
+        for value, low, high in filter(None, parts):
+            sd = math.log(high / low) / (2 * 1.959964) if high > low else 0.0
+            drawn.append(value * np.exp(rng.normal(0.0, sd, count)))
+        return np.stack([drawn[0], *[drawn[-1]] * most], axis=1)
+
+    def at(self, most: int) -> Floats:
+        """F(0..most)."""
+        return np.array([self.value, *[self.drafting[0] if self.drafting else self.value] * most])
 
     def as_json(self) -> dict[str, Any]:
         """All fields."""
-        return {"value": self.value, "low": self.low, "high": self.high, "source": self.source}
+        return {
+            "value": self.value,
+            "low": self.low,
+            "high": self.high,
+            "source": self.source,
+            "drafting": dict(zip(("value", "low", "high"), self.drafting)) if self.drafting else None,
+        }
 
 
 def semantics_of(method: str, version: str | None, device: str, runner: str | None) -> tuple[str, str]:
@@ -113,11 +132,6 @@ class Workload:
     def __post_init__(self) -> None:
         names = list(dict.fromkeys(self.classes))
         self.spans = {name: np.array([i for i, cls in enumerate(self.classes) if cls == name]) for name in names}
-
-    def tokens_per_step(self) -> Floats:
-        """Per prompt and setting, shape (prompts, settings)."""
-        tokens: Floats = self.base[:, None] / self.counts.sum(axis=2)
-        return tokens
 
     def resampled(self, draws: int, rng: np.random.Generator) -> npt.NDArray[np.intp]:
         """Prompts drawn with replacement within their classes, shape (draws, prompts)."""
@@ -193,11 +207,11 @@ def worth(
     return "yes", f"{row['low']:.3f}x at least"
 
 
-def sign_flip(counts: Floats, tokens_per_step: float, curve: Curve, extra: float) -> dict[str, Any]:
-    """At how many streams at once the gain is gone. `counts` steps by drafts; `extra` is F - 1.
+def sign_flip(counts: Floats, tokens_per_step: float, curve: Curve, extra: Floats) -> dict[str, Any]:
+    """At how many streams at once the gain is gone. `counts` steps by drafts; `extra` is F(0), F(1), ... less 1.
 
     m streams step together: a plain step computes m tokens, one with speculation m + the sum of their drafts, whose
-    distribution is the m-fold convolution of one stream's.
+    distribution is the m-fold convolution of one stream's. It costs F of steps with drafts where all of them draft.
     """
     share = counts / counts.sum()
     most = int(np.flatnonzero(share)[-1])
@@ -209,7 +223,9 @@ def sign_flip(counts: Floats, tokens_per_step: float, curve: Curve, extra: float
         streams += 1
         total = np.convolve(total, share)
         used = np.flatnonzero(total > 0)
-        cost = float((total[used] * curve.at(streams + used)).sum()) + extra
+        all_draft = (1 - share[0]) ** streams
+        overhead = float(extra[0] + all_draft * (extra[-1] - extra[0]))
+        cost = float((total[used] * curve.at(streams + used)).sum()) + overhead
         speedups[str(streams)] = tokens_per_step * float(curve.at([streams])[0]) / cost
         if flips is None and speedups[str(streams)] < 1:
             flips = streams
@@ -251,15 +267,17 @@ def predict(
     most = work.counts.shape[2] - 1
     # Steps past what a setting drafted are not needed, even if the grid is wider than the probe.
     needed = int(np.flatnonzero(work.counts.sum(axis=(0, 1)))[-1])
-    extra = fixed.value - 1 if fixed else 0.0
-    cost = np.full(most + 1, np.nan)
-    cost[: needed + 1] = curve.at(np.arange(1, needed + 2)) + extra
-    noise = fixed.draws(draws, rng) - 1 if fixed else np.zeros(draws)
-    table = np.zeros((draws, most + 1))
-    table[:, : needed + 1] = curve.table(needed) + noise[:, None]
-    cost = np.nan_to_num(cost)
+    extra = fixed.at(most) - 1 if fixed else np.zeros(most + 1)
+    cost, table = np.zeros(most + 1), np.zeros((draws, most + 1))
+    cost[: needed + 1] = curve.at(np.arange(1, needed + 2)) + extra[: needed + 1]
+    noise = fixed.draws(draws, needed, rng) - 1 if fixed else 0.0
+    table[:, : needed + 1] = curve.table(needed) + noise
     picked = work.resampled(draws, rng)
-    bounds = np.log(work.tokens_per_step())
+    # The least that a step can cost: what F is of steps with drafts is not known from those without.
+    least = 1 + extra
+    if fixed and not fixed.drafting:
+        least[1:] = np.minimum(least[1:], 1.0)
+    bounds = np.log(work.base[:, None] / (work.counts @ least))
     unknown = unknown_fixed(curve)
     settings, logs, drawn = [], [], []
     prompts = len(work.ids)
@@ -273,7 +291,7 @@ def predict(
         classes = {
             name: _row(float(_geometric(point[span])), _geometric(each[:, span])) for name, span in work.spans.items()
         }
-        bound = bounds[:, s] - (math.log(fixed.value) if fixed else 0.0)
+        bound = bounds[:, s]
         bound_high = float(np.percentile(_geometric(bound[picked]), TAILS[1]))
         row = _row(float(_geometric(point)), overall)
         losing = next(
@@ -285,6 +303,11 @@ def predict(
             None,
         )
         decided, why = worth(row, bound_high, fixed, unknown, prompts, losing)
+        if decided == "no" and fixed and not fixed.drafting and bound_high >= 1 + SMALLEST:
+            free = work.base / (work.counts[:, s] @ (cost - extra + least - 1))
+            if (hoped := float(_geometric(np.log(free)))) >= 1 + SMALLEST:
+                decided = "unclear"
+                why = f"{why} if steps with drafts cost F too, {hoped:.3f}x if they cost none of it: {MEASURE_DRAFTING}"
         steps = work.counts[:, s].sum(axis=0)
         tokens = float(work.base.sum() / steps.sum())
         settings.append(
@@ -316,6 +339,8 @@ def predict(
         caveats.append(
             f"predicted {WITHOUT_FIXED}: async scheduling off, another runner, graphs lost; no yes below {unknown:.3g}x"
         )
+    elif not fixed.drafting and fixed.low > 1 + SMALLEST:
+        caveats.append(f"F is of steps without drafts, those with drafts can cost less: {MEASURE_DRAFTING}")
     if prompts < FEWEST_PROMPTS:
         caveats.append(f"{prompts} prompts: expected {FEWEST_PROMPTS} or more")
     if len(settings) > 1:
@@ -341,7 +366,7 @@ def predict(
         "best": {key: settings[best][key] for key in ("k", "min", "max")} | {"optimism": optimism},
         "fixed_cost": fixed.as_json() if fixed else None,
         "verify_cost": curve.as_json(),
-        "break_even": break_even(curve, extra),
+        "break_even": break_even(curve, float(extra[-1])),
         "sign_flip": settings[best]["sign_flip"],
         "semantics": work.semantics,
         "checked": replay.CHECKED[work.semantics],
@@ -389,6 +414,38 @@ def fixed_cost(plain: Mapping[str, float], off: Mapping[str, float], source: str
         raise InputError(f"fixed cost: found {len(shared)} prompts in both runs, expected the same prompts in both")
     logs = np.array([off[name] - plain[name] for name in shared])
     return Fixed(*_boot(logs, np.random.default_rng(seed)), source)
+
+
+def drafting_cost(
+    plain: Mapping[str, float],
+    off: Mapping[str, float],
+    timed: Iterable[tuple[str, float, Floats]],
+    curve: Curve,
+    seed: int = SEED,
+) -> Three | None:
+    """F of steps with drafts, (value, low, high): what requests under a setting took beyond all that is known of them.
+
+    `timed`: (prompt, decode seconds, steps by drafts); `plain` and `off` as for `fixed_cost`. A step without drafts
+    counts as the prompt's "off" one, one with d as T(1 + d). None where fewer than 3 prompts have drafts.
+    """
+    sums: dict[str, Floats] = {}
+    for name, seconds, steps in timed:
+        if name in plain and name in off and steps[1:].any():
+            known = steps[0] * math.exp(off[name] - plain[name])
+            drafts = np.flatnonzero(steps[1:]) + 1
+            known += float(steps[drafts] @ curve.at(1 + drafts))
+            time, drafting = seconds / math.exp(plain[name]), float(steps[1:].sum())
+            # Least squares of relative errors: what drafts in most of its steps says most about them.
+            parts = np.array([(time - known) * drafting, drafting**2]) / time**2
+            sums[name] = sums.get(name, np.zeros(2)) + parts
+    if len(sums) < 3:
+        return None
+    table = np.array(list(sums.values()))
+    picked = np.random.default_rng(seed).integers(len(table), size=(DRAWS, len(table)))
+    drawn = table[picked].sum(axis=1)
+    low, high = _interval(1 + drawn[:, 0] / drawn[:, 1])
+    value = 1 + float(table[:, 0].sum() / table[:, 1].sum())
+    return (value, low, high) if low > 0 else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -517,7 +574,11 @@ def check(
     # An "off" step costs F: the one of this run where it was measured, so that a wrong F is not called a wrong curve.
     off_cost = measured_fixed[0] if measured_fixed else fixed_value
     needed = int(np.flatnonzero(work.counts.sum(axis=(0, 1)))[-1])
-    table = curve.table(needed)
+    overhead = (fixed.at(needed) if fixed and fixed.drafting else np.full(needed + 1, off_cost)) - 1
+    overhead[0] = off_cost - 1
+    table = curve.table(needed) + overhead
+    whole = curve.at(np.arange(1, needed + 2)) + overhead
+    assumed_cost = curve.at(np.arange(1, needed + 2)) + (fixed.at(needed) - 1 if fixed else 0.0)
     pairs: list[dict[str, Any]] = []
     for s, (setting, name) in enumerate(zip(work.settings, names)):
         own = [row for row in rows if str(row["setting"]) == name and not row.get("error")]
@@ -549,9 +610,9 @@ def check(
             inside = np.array([mean[one, name] - mean[one, "off"] for one in ids]) + np.log(work.base[spots] / steps)
             costs = _boot(inside, rng)
         weights = work.counts[spots, s][:, : needed + 1] / steps[:, None]
-        # A mean step then costs 1 + (T(1+d)/T(1) - 1)/F of an "off" step.
-        expected = 1 + (table @ weights.T - 1).mean(axis=1) / off_cost
-        point = 1 + float((curve.at(np.arange(1, needed + 2)) @ weights.T - 1).mean()) / off_cost
+        # In units of an "off" step, which costs F(0).
+        expected = (table @ weights.T).mean(axis=1) / off_cost
+        point = float((whole @ weights.T).mean()) / off_cost
         spread = np.exp(rng.normal(0.0, MODEL_SD, len(expected)))
         low, high = _interval(expected * spread)
         foretold = predicted["settings"][s]
@@ -565,7 +626,7 @@ def check(
             failed.append("fixed")
         for one in ids:
             p = place[one]
-            time = float(work.counts[p, s][: needed + 1] @ (curve.at(np.arange(1, needed + 2)) + (fixed_value - 1)))
+            time = float(work.counts[p, s][: needed + 1] @ assumed_cost)
             # Without a plain run the base is "off", which carries F itself.
             said = work.base[p] * (1.0 if plain is not None else fixed_value) / time
             pairs.append(

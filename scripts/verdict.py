@@ -339,9 +339,9 @@ A load, optional, from the server's own metrics and the host:
      "accepted": counts, "throttle_reasons": [text]}}
 
 Words: faster (lower 95 % bound above 1 + d), slower (upper bound below 1 - d), equivalent (all of the interval within
-d), undecided (with the prompts or boots that it lacks), not faster (by the interval it is, but a gate fails), output
-changed, refused. d is 3 %, or twice the spread from repeat to repeat inside the base's loads. docs/verdict.md tells
-how and why.
+d, and 10 %), undecided (with the prompts or boots that it lacks), not faster (by the interval it is, but a gate
+fails), output changed, refused. d is 3 %, or twice the spread from repeat to repeat inside the base's loads.
+docs/verdict.md tells how and why.
 
 --json prints {"file", "seed", "draws", "settings": {"base", "boot_sd", "boot_loads", "method", "weights", "prompts"},
 "verdicts": [...]}, each as in `judge` of this program.

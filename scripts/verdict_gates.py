@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from scripts.verdict_arms import Arm, Gate, Settings
-from scripts.verdict_intervals import FLOOR, Boot, BootSpread, Estimate, Floats, word_of
+from scripts.verdict_intervals import FLOOR, WIDEST, Boot, BootSpread, Estimate, Floats, word_of
 from scripts.verdict_runs import SYNTHETIC_CLASSES
 from scripts.verdict_texts import synthetic_texts
 
@@ -55,14 +55,10 @@ def null_gate(null: Estimate | None, d: float) -> Gate:
         f"base against itself inside its loads: {math.exp(null.value):.3f}x, "
         f"{math.exp(null.low):.3f}..{math.exp(null.high):.3f}, {word} at d {d:.1%}"
     )
-    return Gate(
-        "null",
-        "rig",
-        word == "equivalent",
-        said
-        if word == "equivalent"
-        else said + "; expected equivalent: record more repeats a load, or quieten the host",
-    )
+    if word != "equivalent":
+        within = f", within {WIDEST:.0%}" if d > WIDEST else ""
+        said += f"; expected equivalent{within}: record more repeats a load, or quieten the host"
+    return Gate("null", "rig", word == "equivalent", said)
 
 
 def drift_gate(base: Sequence[Boot], known: BootSpread, shared: bool = False) -> Gate:

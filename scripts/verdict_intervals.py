@@ -15,6 +15,7 @@ Indices = npt.NDArray[np.intp]
 DRAWS = 10_000
 BLOCK = 1_000_000  # cells of one resampled block: bounds the memory of a large run
 FLOOR = 0.03  # the smallest d
+WIDEST = 0.10  # what may still be called equivalent, however far the base lies from itself
 Z = 1.959964  # of a two-sided 95 % interval
 
 
@@ -236,4 +237,5 @@ def word_of(low: float, high: float, d: float) -> str:
         return "faster"
     if high < math.log1p(-d):
         return "slower"
-    return "equivalent" if math.log1p(-d) < low and high < math.log1p(d) else "undecided"
+    same = min(d, WIDEST)
+    return "equivalent" if math.log1p(-same) < low and high < math.log1p(same) else "undecided"

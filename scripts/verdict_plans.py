@@ -12,7 +12,7 @@ from typing import Any
 
 from scripts.json_files import InputError
 from scripts.verdict_gates import CLASS_LOSS
-from scripts.verdict_intervals import BootSpread, Estimate, Z, least_difference, student
+from scripts.verdict_intervals import WIDEST, BootSpread, Estimate, Z, least_difference, student
 from scripts.verdict_runs import FEWEST_PROMPTS
 
 POWER = 0.9
@@ -108,7 +108,7 @@ def power(plan: Plan) -> dict[str, Any]:
     sizes = (plan.repeats // 2, plan.repeats - plan.repeats // 2)
     halves = sum(1 / size for size in sizes) / plan.base_boots
     drawn = sum((2 - 1 / size) / size for size in sizes) / plan.base_boots
-    room = math.log1p(d) - student(plan.prompts - 1) * plan.request_sd * math.sqrt(drawn / plan.prompts)
+    room = math.log1p(min(d, WIDEST)) - student(plan.prompts - 1) * plan.request_sd * math.sqrt(drawn / plan.prompts)
     moves = math.sqrt(halves * (plan.pass_sd**2 + plan.request_sd**2 / plan.prompts))
     normal = NormalDist()
     refused = (2 * normal.cdf(-room / moves) if moves else 0.0) if room > 0 else 1.0

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -31,7 +32,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -253,10 +254,12 @@ def summary(result: JsonDict) -> None:
         for kind, rows in one["curve"]["kinds"].items():
             say(f"    {kind:15} " + "  ".join(f"{row['b']}:{row['ratio']:.2f}" for row in rows))
         fixed = one["fixed_cost"]
-        say(f"    fixed cost {fixed['value']:.3f} ({fixed['low']:.3f} to {fixed['high']:.3f})")
+        for what, part in (("", fixed), (" of steps with drafts", fixed["drafting"])):
+            if part:
+                say(f"    fixed cost{what} {part['value']:.3f} ({part['low']:.3f} to {part['high']:.3f})")
         inside = one["in_situ"]
         say("    in situ, drafts: ratio  " + "  ".join(f"{d}: {ratio:.2f}" for d, ratio in inside["ratio"].items()))
-        for row in one["check"]["settings"]:
+        for row in [*one["check"]["settings"], *one["check_of_the_other_half"]["settings"]]:
             foretold, found, arrays = row["predicted"], row["measured"], row["acceptance"]
             say(
                 f"    {row['setting']}: predicted {foretold['speedup']:.3f} "
@@ -264,6 +267,16 @@ def summary(result: JsonDict) -> None:
                 f"measured {found['speedup']:.3f} ({found['low']:.2f}..{found['high']:.2f}), "
                 f"arrays equal {arrays['equal']} of {arrays['same_text']}, failed {row['failed_terms']}"
             )
+
+
+def timed(
+    work: prediction.Workload, names: list[str], rows: list[JsonDict], clock: str
+) -> Iterator[tuple[str, float, prediction.Floats]]:
+    """(prompt, seconds, steps by drafts) of the requests whose text is the recorded one."""
+    place = {str(one): p for p, one in enumerate(work.ids)}
+    for row in rows:
+        if row["id"] in place and row["setting"] in names and row["same"] and row.get(clock):
+            yield row["id"], row[clock], work.counts[place[row["id"]], names.index(row["setting"])]
 
 
 def judged(folder: Path, name: str, probe: JsonDict, rows: list[JsonDict], semantics: str) -> JsonDict:
@@ -289,11 +302,21 @@ def judged(folder: Path, name: str, probe: JsonDict, rows: list[JsonDict], seman
         drafted = [row for row in rows if row["setting"] != "plain"]
         check = prediction.check(work, transcripts, curve, fixed, names, drafted, rule, clock, plain)
         check.pop("pairs")
+        # F of steps with drafts, of every other prompt, foretells the rest.
+        known, rest = transcripts[::2], transcripts[1::2]
+        learned = prediction.workload(known, settings, rule)
+        drafting = prediction.drafting_cost(plain, off, timed(learned, names, drafted, clock), curve)
+        both_costs = dataclasses.replace(fixed, drafting=drafting)
+        foretold = prediction.check(
+            prediction.workload(rest, settings, rule), rest, curve, both_costs, names, drafted, rule, clock, plain
+        )
+        foretold.pop("pairs")
         result[metric] = {
             "curve": curve.as_json(),
-            "fixed_cost": fixed.as_json(),
+            "fixed_cost": both_costs.as_json(),
             "in_situ": prediction.in_situ(work, names, drafted, clock),
             "check": check,
+            "check_of_the_other_half": foretold,
             "prediction": {
                 key: prediction.predict(work, curve, fixed)[key] for key in ("settings", "break_even", "caveats")
             },

@@ -323,7 +323,9 @@ class Trial:
         base = must(["chroot", str(ROOT), self.options.python, "-c", ask]).strip()
         self.write(f"{own[1:]}/engine.pth", f"{SITE}\nimport site; site.addsitedir({base!r})\n")
         # As pip writes it: the engine's processes import this file again.
-        main = "import sys\nfrom vllm.entrypoints.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+        main = (
+            "import sys\nfrom vllm.entrypoints.cli.main import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+        )
         self.write(f"{venv[1:]}/bin/vllm", f"#!{venv}/bin/python\n{main}")
         (ROOT / f"{venv[1:]}/bin/vllm").chmod(0o755)
 

@@ -142,6 +142,33 @@ def test_the_fixed_cost_is_paid_by_every_step() -> None:
     assert found["fixed_cost"]["value"] == 1.8
 
 
+def test_steps_with_drafts_pay_a_fixed_cost_of_their_own() -> None:
+    one = [transcript("a", "edit", repeating(60))]
+    work = works(one, "k=5 min=4 max=4")
+    fixed = prediction.Fixed(3.0, 2.9, 3.1, "a trial", (1.4, 1.3, 1.5))
+    found = prediction.predict(work, curve_of(probe(CURVE)), fixed)
+    drafted = replay.replay(one[0], work.settings, RULE).drafted
+    curve = dict(zip(range(6), np.interp(range(1, 7), [1, *CURVE], [1.0, *CURVE.values()])))
+    by_hand = sum(curve[d] + (0.4 if d else 2.0) for d in drafted.tolist())
+    assert found["settings"][0]["speedup"] == pytest.approx(59 / by_hand)
+    bound = 59 / sum(1.4 if d else 3.0 for d in drafted.tolist())
+    assert found["settings"][0]["free_verify_bound"] == pytest.approx(bound)
+    assert found["fixed_cost"]["drafting"] == {"value": 1.4, "low": 1.3, "high": 1.5}
+    assert found["break_even"][0]["acceptance_length"] == pytest.approx(CURVE[2] + 0.4, rel=0.01)
+
+
+def test_no_is_not_said_by_a_fixed_cost_that_steps_with_drafts_may_not_pay() -> None:
+    edits = [transcript(f"e{i}", "edit", repeating(120)) for i in range(20)]
+    work, flat = works(edits, "k=5 min=4 max=4"), curve_of(probe(dict.fromkeys(CURVE, 1.05)))
+    idle = prediction.predict(work, flat, prediction.Fixed(5.0, 4.9, 5.1, "a trial"))
+    assert (idle["overall"]["worth"], idle["overall"]["high"] < 1) == ("unclear", True)
+    assert prediction.MEASURE_DRAFTING in idle["overall"]["why"]
+    assert any(prediction.MEASURE_DRAFTING in caveat for caveat in idle["caveats"])
+    both = prediction.predict(work, flat, prediction.Fixed(5.0, 4.9, 5.1, "a trial", (5.0, 4.9, 5.1)))
+    assert both["overall"]["worth"] == "no"
+    assert not any(prediction.MEASURE_DRAFTING in caveat for caveat in both["caveats"])
+
+
 def test_new_text_is_proven_not_worth_it_from_the_answers_alone() -> None:
     stories = [transcript(f"s{i}", "story", range(1000 * i, 1000 * i + 80)) for i in range(20)]
     found = prediction.predict(works(stories), curve_of(probe(CURVE)), None)
@@ -190,11 +217,13 @@ def test_the_gain_ends_where_many_streams_make_steps_dear() -> None:
         "p",
         None,
     )
-    found = prediction.sign_flip(counts, 2.0, curve, 0.0)
+    found = prediction.sign_flip(counts, 2.0, curve, np.zeros(6))
     assert found["speedups"]["1"] == pytest.approx(2 / 1.1)
     assert found["streams"] == 3
     assert found["text"] == "slower from 3 streams on"
-    assert "not probed" in prediction.sign_flip(np.array([0.0] * 5 + [9.0]), 2.0, step_cost.flat(6), 0.0)["text"]
+    assert (
+        "not probed" in prediction.sign_flip(np.array([0.0] * 5 + [9.0]), 2.0, step_cost.flat(6), np.zeros(6))["text"]
+    )
 
 
 def test_what_acceptance_length_a_draft_model_must_reach() -> None:
@@ -238,7 +267,11 @@ def test_what_cannot_be_replayed_is_refused_with_its_reason(method: str, version
 
 
 def measured(
-    transcripts: Sequence[replay.Transcript], fixed: float = 1.0, steeper: float = 1.0, lost_drafts: bool = False
+    transcripts: Sequence[replay.Transcript],
+    fixed: float = 1.0,
+    steeper: float = 1.0,
+    lost_drafts: bool = False,
+    drafting: float | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Lines of a run whose steps cost what CURVE says, and plain seconds per token."""
     rng = np.random.default_rng(2)
@@ -253,12 +286,30 @@ def measured(
             cost = np.interp(
                 np.array(drafted) + 1, [1, *CURVE], [1.0, *(1 + (c - 1) * steeper for c in CURVE.values())]
             )
-            seconds = 0.01 * (cost.sum() + (fixed - 1) * len(drafted)) * rng.lognormal(0, 0.01)
+            cost += np.where(np.array(drafted) > 0, drafting or fixed, fixed) - 1
+            seconds = 0.01 * cost.sum() * rng.lognormal(0, 0.01)
             rows.append(
                 {"id": one.id, "setting": name, "repeat": 1, "output_tokens": one.outputs, "decode_s": seconds}
                 | {"drafted": drafted, "accepted": accepted, "same": True}
             )
     return rows, plain
+
+
+def test_the_fixed_cost_of_steps_with_drafts_is_found_from_whole_requests() -> None:
+    transcripts = [one for one in texts(40) if one.cls == "edit"]
+    rows, plain = measured(transcripts, fixed=3.0, drafting=1.4)
+    work, curve = works(transcripts, "k=5 min=4 max=4"), curve_of(probe(CURVE))
+    off = prediction.per_token([row for row in rows if row["setting"] == "off"], "rows", "decode_s")
+    timed = [(str(row["id"]), row["decode_s"], work.counts[p // 2, 0]) for p, row in enumerate(rows) if p % 2]
+    value, low, high = prediction.drafting_cost(plain, off, timed, curve) or (0.0, 0.0, 0.0)
+    assert low < value < high and value == pytest.approx(1.4, abs=0.05)
+    assert prediction.drafting_cost(plain, off, timed[:2], curve) is None
+    fixed = prediction.Fixed(3.0, 2.9, 3.1, "a trial", (value, low, high))
+    found = prediction.check(work, transcripts, curve, fixed, ["5,4,4"], rows, RULE, "decode_s", plain)
+    assert found["settings"][0]["failed_terms"] == [] and found["mean_abs_error"] < 0.03
+    idle = prediction.Fixed(3.0, 2.9, 3.1, "a trial")
+    found = prediction.check(work, transcripts, curve, idle, ["5,4,4"], rows, RULE, "decode_s", plain)
+    assert found["settings"][0]["failed_terms"] == ["verify"]
 
 
 @pytest.mark.parametrize(
@@ -427,6 +478,32 @@ def test_a_stored_fixed_cost_is_used_by_the_next_prediction(folder: Path, capsys
     assert any("no fixed cost of host gpu1, model other" in caveat for caveat in other["caveats"])
 
 
+def test_a_trial_tells_the_fixed_cost_of_steps_with_drafts_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transcripts = {str(one.id): one for one in texts(40)}
+    rows, _ = measured(list(transcripts.values()), fixed=2.0, drafting=1.3)
+    for row in rows:
+        one = transcripts[row["id"]]
+        row.update({"class": one.cls, "prompt_token_ids": one.tokens[:4].tolist()})
+        row["output_token_ids"] = one.tokens[4:].tolist()
+    (folder / "trial.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = str(folder / "fixed-costs.jsonl")
+    call = ["fixed-cost", str(folder / "plain.jsonl"), str(folder / "trial.jsonl"), "--store", store]
+    call += ["--host", "gpu1", "--model", "small", "--engine-version", "0.32.0", "--probe", str(folder / "probe.json")]
+    assert predict.main(call) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fixed_cost"] == pytest.approx(2.0, rel=0.02) and told["drafting"][0] == pytest.approx(1.3, abs=0.05)
+    assert predict.main(words(folder, "--fixed-costs", store, "--json")) == 0
+    stored = json.loads(capsys.readouterr().out)
+    assert stored["fixed_cost"]["drafting"]["value"] == told["drafting"][0]
+    six = ",".join(str(one) for one in (told["fixed_cost"], told["low"], told["high"], *told["drafting"]))
+    assert predict.main(words(folder, "--fixed-cost", six)) == 0
+    assert "in steps with drafts" in capsys.readouterr().out
+    (folder / "trial.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["setting"] == "off"))
+    assert "fewer than 3 prompts with drafts" in failure(call, capsys)
+
+
 def test_what_is_printed_for_programs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "history.json").write_text(
         json.dumps([{"seconds_without_service": 1800}, {"seconds_without_service": None}])
@@ -530,6 +607,7 @@ def failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ("more", "told"),
     [
         (["--fixed-cost", "0"], "expected VALUE"),
+        (["--fixed-cost", "2,1.9,2.1,1.5"], "or six numbers"),
         (["--probe", "/nowhere.json"], "/nowhere.json: cannot be read: No such file or directory"),
         (["--grid", "k=9 min=1 max=1"], "expected 10"),
         (["--method", "suffix"], "trees over earlier answers"),
@@ -562,6 +640,11 @@ def test_wrong_calls(folder: Path, capsys: pytest.CaptureFixture[str], more: lis
         ("--fixed-costs", "{}", "found no keys, expected host and model and engine_version and method_family too"),
         ("--fixed-costs", json.dumps(ROW), "fixed_cost, low, high: found [null, null, null] for gpu1"),
         ("--fixed-costs", json.dumps({**ROW, "fixed_cost": "a", "low": 1, "high": 2}), 'found ["a", 1, 2] for gpu1'),
+        (
+            "--fixed-costs",
+            json.dumps({**ROW, "fixed_cost": 2, "low": 2, "high": 2, "drafting": [1, 2]}),
+            "drafting: found [1, 2] for gpu1, expected null or three numbers",
+        ),
         ("--fixed-costs", "x", "file:1: not JSON ("),
         ("--probe", "[1]", "found a list, expected an object: " + PROBED),
         ("--probe", '{"schema": 1, "runs": []}', "found no runs of schema 1, expected " + PROBED),

@@ -141,6 +141,7 @@ class Bed:
         entry: Mapping[str, Any] | None = None,
         model: Path | None = None,
         host: Mapping[str, Any] | None = None,
+        parallel: int = 1,
     ) -> JsonDict:
         """The resolved variant ``name`` of the table, or of another entry; VariantError as on the controller."""
         table = self.files["variants"]["swapgate_variants"]
@@ -152,6 +153,7 @@ class Bed:
                 "path": str(model or self.model_path),
                 "served_name": "proof",
                 "max_model_len": self.max_model_len,
+                "tensor_parallel_size": parallel,
                 "drafts": {"draft_model": str(self.root / "srv/models/none")},
             }
         }

@@ -81,7 +81,18 @@ def _written(folder: Path, before: set[str]) -> list[Path]:
 def profile(layout: records.Layout, steps: int, keep: bool) -> JsonDict:
     """Profile about ``steps`` decode steps of what serves; ``keep`` leaves the traces where the engine wrote them."""
     variant, folder = _serving(layout)
-    key = api_key(layout)
+    text = (layout.units / variant["unit"]).read_text(encoding="utf-8")
+    return {
+        **profile_unit(variant, folder, api_key(layout), steps, keep),
+        "schema": records.SCHEMA,
+        "variant": variant["name"],
+        "unit": variant["unit"],
+        "release": units.release_id(text, variant),
+    }
+
+
+def profile_unit(variant: JsonDict, folder: Path, key: str | None, steps: int, keep: bool) -> JsonDict:
+    """The same of this variant, whose profiler writes into ``folder``, without what is known of its release."""
     before = {str(path) for path in folder.rglob(TRACES)}
 
     def switch(what: str, limit_s: float) -> None:
@@ -116,13 +127,8 @@ def profile(layout: records.Layout, steps: int, keep: bool) -> JsonDict:
     if not keep:
         for path in paths:
             path.unlink()
-    text = (layout.units / variant["unit"]).read_text(encoding="utf-8")
     return {
         **kernel_times.combine(ranks),
-        "schema": records.SCHEMA,
-        "variant": variant["name"],
-        "unit": variant["unit"],
-        "release": units.release_id(text, variant),
         "asked_steps": steps,
         "traces": [str(path) for path in paths] if keep else [],
     }

@@ -104,7 +104,8 @@ def shares(events: Sequence[Mapping[str, Any]], most_names: int = 4) -> JsonDict
 
     {"device": "gpu" | "cpu", "steps": count | null (the trace marks none), "seconds": kernel time,
      "span_s": first start to last end, "busy_share": of the span with a kernel running,
-     "kinds": {KIND: {"seconds", "share", "calls", "names": [{"name", "seconds", "calls"}]}}}
+     "kinds": {KIND: {"seconds", "share", "calls", "names": [{"name", "seconds", "calls"}]}},
+     "collectives": microseconds of each all-reduce kernel, in their order}
     Raises TraceError when the trace holds no kernel and no operator.
     """
     kernels = _timed(events, _GPU)
@@ -137,11 +138,23 @@ def shares(events: Sequence[Mapping[str, Any]], most_names: int = 4) -> JsonDict
         "span_s": span / 1e6,
         "busy_share": _covered_us(spans) / span if span else 1.0,
         "kinds": kinds,
+        "collectives": [float(one["dur"]) for one in sorted(kernels, key=_start) if kind(one["name"]) == ALL_REDUCE],
     }
 
 
+def _start(event: Mapping[str, Any]) -> float:
+    return float(event["ts"])
+
+
 def combine(ranks: Sequence[JsonDict]) -> JsonDict:
-    """Several ranks' `shares` as one: times added, and under "ranks" the shares of each, which tell one that waits."""
+    """Several ranks' `shares` as one: times added, and under "ranks" the shares of each.
+
+    "waiting_s": how much of the all-reduce time was spent waiting for another rank, since the last one to come to a
+    collective waits for nobody; null for one rank, or where ranks counted different collectives.
+    """
+    calls = [rank["collectives"] for rank in ranks]
+    matched = len(calls) > 1 and len({len(one) for one in calls}) == 1 and bool(calls[0])
+    waiting = sum(sum(one) - len(one) * min(one) for one in zip(*calls)) / 1e6 if matched else None
     whole = sum(rank["seconds"] for rank in ranks)
     kinds: JsonDict = {}
     for name in KINDS:
@@ -165,6 +178,7 @@ def combine(ranks: Sequence[JsonDict]) -> JsonDict:
         "span_s": max(rank["span_s"] for rank in ranks),
         "busy_share": sum(rank["busy_share"] for rank in ranks) / len(ranks),
         "kinds": kinds,
+        "waiting_s": waiting,
         "ranks": [{name: rank["kinds"][name]["share"] for name in KINDS} for rank in ranks],
     }
 
@@ -191,6 +205,12 @@ def table(report: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{name:>10} {item['share'] * 100:5.1f} %{between} {item['seconds'] * 1e3:10.2f} ms {item['calls']:7} x  "
             + ", ".join(one["name"][:60] for one in item["names"][:2])
+        )
+    if report.get("waiting_s"):
+        lines.append(
+            "of the all-reduce time {:.0f} % is waiting for the slower rank, which no faster link shortens".format(
+                100 * report["waiting_s"] / report["kinds"][ALL_REDUCE]["seconds"]
+            )
         )
     return lines
 

@@ -115,11 +115,19 @@ def test_the_recorded_trace_of_the_real_engine():
 
 
 def test_ranks_are_added_and_a_waiting_one_shows():
-    slow = [event("ncclDevKernel_AllReduce", 0, 900), event("nvjet", 900, 100)]
-    quick = [event("ncclDevKernel_AllReduce", 0, 100), event("nvjet", 100, 900)]
-    report = kernel_times.combine([kernel_times.shares(slow), kernel_times.shares(quick)])
+    early = [event("ncclDevKernel_AllReduce", 0, 900), event("nvjet", 900, 100)]
+    late = [event("nvjet", 0, 900), event("ncclDevKernel_AllReduce", 900, 100)]
+    report = kernel_times.combine([kernel_times.shares(early), kernel_times.shares(late)])
     assert report["kinds"]["all-reduce"]["share"] == pytest.approx(0.5)
-    assert "(10.0 to 90.0 by rank)" in "\n".join(kernel_times.table(report))
+    told = "\n".join(kernel_times.table(report))
+    assert "(10.0 to 90.0 by rank)" in told and "of the all-reduce time 80 % is waiting" in told
+    assert report["waiting_s"] == pytest.approx(800e-6)
+
+
+def test_no_waiting_is_told_of_one_rank_or_of_traces_that_do_not_match():
+    one, two = ([event("ncclDevKernel_AllReduce", 10 * i, 5) for i in range(count)] for count in (1, 2))
+    assert kernel_times.combine([kernel_times.shares(one)])["waiting_s"] is None
+    assert kernel_times.combine([kernel_times.shares(one), kernel_times.shares(two)])["waiting_s"] is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -330,7 +331,10 @@ def main(arguments: Iterable[str] | None = None) -> int:
     except InputError as error:
         print(f"diagnose: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(result, ensure_ascii=False) if options.json else report(result))
+    try:
+        print(json.dumps(result, ensure_ascii=False) if options.json else report(result), flush=True)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT[result["verdict"]]
 
 

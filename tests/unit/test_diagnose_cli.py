@@ -44,6 +44,16 @@ def test_exit_code_is_the_verdict(tmp_path, name, code):
     assert run("-", stdin=SAMPLES[name]["log"]).returncode == code
 
 
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As in `diagnose.py FILE | head -1`: the verdict is the exit code all the same, and nothing is complained of."""
+    words = [sys.executable, str(SCRIPT), "-"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        command.stdout.close()
+        command.stdin.write(f"{OOM}\n".encode())
+        command.stdin.close()
+        assert (command.stderr.read(), command.wait(60)) == (b"", 1)
+
+
 def test_json_has_the_documented_keys():
     """One object on one line, with everything that the documentation names."""
     done = run("--json", "-", stdin=f"INFO 01-01 00:00:00 [a.py:1] x\n\x1b[31m{OOM}\x1b[0m\n")

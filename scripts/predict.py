@@ -258,25 +258,29 @@ def fixed_of(options: argparse.Namespace) -> prediction.Fixed | None:
     last = next((row for row in reversed(rows) if all(row[key] == wanted[key] for key in wanted)), None)
     if last is None:
         return None
-    values = [last.get(key) for key in ("fixed_cost", "low", "high")]
-    if not all(isinstance(one, (int, float)) and one > 0 for one in values):
-        raise InputError(
-            f"{options.fixed_costs}: fixed_cost, low, high: found {json.dumps(values)} for {options.host}, expected "
-            "three numbers above 0; measure it again with `predict.py fixed-cost --store`"
-        )
-    value, low, high = values
-    drafting = last.get("drafting")
-    if drafting is not None and not (
-        isinstance(drafting, list)
-        and len(drafting) == 3
-        and all(isinstance(one, (int, float)) and one > 0 for one in drafting)
+    idle = triple([last.get(key) for key in ("fixed_cost", "low", "high")])
+    drafting = triple(last.get("drafting"))
+    for keys, found, good in (
+        ("fixed_cost, low, high", [last.get(key) for key in ("fixed_cost", "low", "high")], idle),
+        ("drafting", last.get("drafting"), drafting or last.get("drafting") is None),
     ):
-        raise InputError(
-            f"{options.fixed_costs}: drafting: found {json.dumps(drafting):.60} for {options.host}, expected null or "
-            "three numbers above 0; measure it again with `predict.py fixed-cost --store`"
-        )
-    source = f"{options.fixed_costs}: {last.get('source')}"
-    return prediction.Fixed(value, low, high, source, (drafting[0], drafting[1], drafting[2]) if drafting else None)
+        if not good:
+            raise InputError(
+                f"{options.fixed_costs}: {keys}: found {json.dumps(found):.60} for {options.host}, expected three "
+                "numbers above 0, value, low, high; measure it again with `predict.py fixed-cost --store`"
+            )
+    assert idle is not None
+    return prediction.Fixed(*idle, source=f"{options.fixed_costs}: {last.get('source')}", drafting=drafting)
+
+
+def triple(values: Any) -> prediction.Three | None:
+    """Value, lower and upper end of a factor, or None for anything else."""
+    if not isinstance(values, (list, tuple)) or len(values) != 3:
+        return None
+    if not all(isinstance(one, (int, float)) and math.isfinite(one) for one in values):
+        return None
+    value, low, high = map(float, values)
+    return (value, low, high) if 0 < low <= value <= high else None
 
 
 def reload_of(options: argparse.Namespace, worth: str) -> dict[str, Any] | None:
@@ -491,7 +495,8 @@ def command_fixed_cost(options: argparse.Namespace) -> int:
         probe = step_cost.read_probe(options.probe)
         rng = np.random.default_rng(prediction.SEED)
         curve = step_cost.curve_of(probe, options.probe, options.metric, None, prediction.DRAWS, rng)
-        drafting = prediction.drafting_cost(plain, idle, timed_steps(options.off, rows, clock), curve)
+        others = [row for row in rows if row.get("setting") != options.setting]
+        drafting = prediction.drafting_cost(plain, idle, timed_steps(options.off, others, clock), curve)
         if drafting is None:
             raise InputError(
                 f"{options.off}: found fewer than 3 prompts with drafts, expected a setting that drafts beside "
@@ -523,14 +528,15 @@ def timed_steps(
 
     A unit of its own with a smaller k has graphs for that; in the trial such steps fall out of them.
     """
-    named = [(row, setting_of(str(row["setting"]))) for row in rows if row.get("setting") and not row.get("error")]
-    drafting = [(row, setting) for row, setting in named if setting]
-    most = max((setting.k for _, setting in drafting), default=0)
-    for row, setting in drafting:
-        if setting.k == most and row.get(clock) and len(row.get("output_token_ids") or []) > 1:
+    named = [row for row in rows if len(re.findall(r"\d+", str(row.get("setting")))) == 3]
+    settings = {name: setting for row in named if (setting := setting_of(name := str(row["setting"])))}
+    most = max((setting.k for setting in settings.values()), default=0)
+    for row, name, _ in prediction.decoded(named, clock):
+        setting = settings.get(str(row["setting"]))
+        if setting and setting.k == most:
             [transcript] = replay.read_transcripts([json.dumps(row).encode()], path)
             steps = replay.replay(transcript, [setting], replay.Rule("v1")).drafted_steps[0]
-            yield str(row["id"]), float(row[clock]), steps.astype(float)
+            yield name, float(row[clock]), steps.astype(float)
 
 
 def setting_of(name: str) -> replay.Setting | None:
@@ -711,14 +717,13 @@ def fixed_cost(text: str) -> tuple[prediction.Three, prediction.Three | None]:
         values = []
     if len(values) == 1:
         values *= 3
-    if len(values) not in (3, 6) or not all(
-        0 < values[at + 1] <= values[at] <= values[at + 2] for at in range(0, len(values), 3)
-    ):
+    idle, drafting = triple(values[:3]), triple(values[3:])
+    if not idle or (values[3:] and not drafting):
         raise argparse.ArgumentTypeError(
             f"found {text!r}, expected VALUE or VALUE,LOW,HIGH, such as 1.8,1.7,1.9, or six numbers: F of steps "
             "without drafts, then with"
         )
-    return (values[0], values[1], values[2]), (values[3], values[4], values[5]) if len(values) == 6 else None
+    return idle, drafting
 
 
 def numbers(text: str) -> list[int]:

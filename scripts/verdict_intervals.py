@@ -15,6 +15,7 @@ Indices = npt.NDArray[np.intp]
 DRAWS = 10_000
 BLOCK = 1_000_000  # cells of one resampled block: bounds the memory of a large run
 FLOOR = 0.03  # the smallest d
+MOST = 0.99  # the largest d: no speed-up is below 1 - d then
 WIDEST = 0.10  # what may still be called equivalent, however far the base lies from itself
 Z = 1.959964  # of a two-sided 95 % interval
 
@@ -211,7 +212,7 @@ def within_spread(boots: Sequence[Boot], weights: Floats) -> tuple[float, int]:
 
 def least_difference(within: float) -> float:
     """d, as a share: the least difference worth a word, max(3 %, twice the within-boot spread)."""
-    return max(FLOOR, 2 * math.expm1(within)) if math.isfinite(within) else FLOOR
+    return min(max(FLOOR, 2 * math.expm1(within)), MOST) if math.isfinite(within) else FLOOR
 
 
 def null_run(

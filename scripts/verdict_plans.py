@@ -204,8 +204,11 @@ def needed(found: Estimate, d: float, prompts: int, base_boots: int, variant_boo
     {"prompts": how many more prompts alone | None, "boots": {"base", "variant"} more loads alone | None,
      "both": {"prompts", "base", "variant"} | None, "said"}
     """
-    upper, lower = math.log1p(d), math.log1p(-d)
-    room = min(abs(found.value - upper), abs(found.value - lower))
+    same = min(d, WIDEST)
+    borders = [math.log1p(one) for one in (-d, -same, same, d)]
+    # Between what is equal and d no word waits, however narrow the interval gets.
+    between = borders[0] <= found.value <= borders[1] or borders[2] <= found.value <= borders[3]
+    room = 0.0 if between else min(abs(found.value - border) for border in borders)
     share = 1 / base_boots + 1 / variant_boots
     apart = found.boot_sd > 0
 
@@ -238,11 +241,11 @@ def needed(found: Estimate, d: float, prompts: int, base_boots: int, variant_boo
         )
     if both and both["prompts"] and alone is None:
         ways.append(f"{both['prompts']} more prompts with {both['base'] + both['variant']} more boots")
-    said = (
-        (" or ".join(ways) + f" needed, if the speed-up stays at {math.exp(found.value):.3f}x")
-        if ways
-        else (
-            f"no affordable number of prompts or boots decides: at {math.exp(found.value):.3f}x it lies on the border"
-        )
-    )
+    at = f"at {math.exp(found.value):.3f}x it lies"
+    if ways:
+        said = " or ".join(ways) + f" needed, if the speed-up stays at {math.exp(found.value):.3f}x"
+    elif between and d > WIDEST:
+        said = f"no number of prompts or boots decides: {at} beyond {WIDEST:.0%} and within d {d:.1%}; quieten the host"
+    else:
+        said = f"no affordable number of prompts or boots decides: {at} on the border"
     return {"prompts": None if alone is None else max(alone, 1), "boots": boots, "both": both, "said": said}

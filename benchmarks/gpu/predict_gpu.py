@@ -253,7 +253,7 @@ def summary(result: JsonDict) -> None:
         say(f"  {clock}: T(1) {1000 * one['curve']['step_s']:.3f} ms; T(b)/T(1) {curve}")
         for kind, rows in one["curve"]["kinds"].items():
             say(f"    {kind:15} " + "  ".join(f"{row['b']}:{row['ratio']:.2f}" for row in rows))
-        fixed = one["fixed_cost"]
+        fixed = {**one["fixed_cost"], "drafting": one["fixed_cost_of_half"]["drafting"]}
         for what, part in (("", fixed), (" of steps with drafts", fixed["drafting"])):
             if part:
                 say(f"    fixed cost{what} {part['value']:.3f} ({part['low']:.3f} to {part['high']:.3f})")
@@ -302,18 +302,21 @@ def judged(folder: Path, name: str, probe: JsonDict, rows: list[JsonDict], seman
         drafted = [row for row in rows if row["setting"] != "plain"]
         check = prediction.check(work, transcripts, curve, fixed, names, drafted, rule, clock, plain)
         check.pop("pairs")
-        # F of steps with drafts, of every other prompt, foretells the rest.
+        # Both fixed costs, of every other prompt, foretell the rest.
         known, rest = transcripts[::2], transcripts[1::2]
         learned = prediction.workload(known, settings, rule)
         drafting = prediction.drafting_cost(plain, off, timed(learned, names, drafted, clock), curve)
-        both_costs = dataclasses.replace(fixed, drafting=drafting)
+        owners = {one.id for one in known}
+        idle = {name: log for name, log in off.items() if name in owners}
+        both_costs = dataclasses.replace(prediction.fixed_cost(plain, idle, "every other prompt"), drafting=drafting)
         foretold = prediction.check(
             prediction.workload(rest, settings, rule), rest, curve, both_costs, names, drafted, rule, clock, plain
         )
         foretold.pop("pairs")
         result[metric] = {
             "curve": curve.as_json(),
-            "fixed_cost": both_costs.as_json(),
+            "fixed_cost": fixed.as_json(),
+            "fixed_cost_of_half": both_costs.as_json(),
             "in_situ": prediction.in_situ(work, names, drafted, clock),
             "check": check,
             "check_of_the_other_half": foretold,

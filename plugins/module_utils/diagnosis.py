@@ -258,13 +258,11 @@ class Scanner:
             self._bars += 1
         self._last_progress_time = line.time or self._last_progress_time
         restarted = ORDER[new] <= ORDER["arguments"] < ORDER[self._phase]
-        if ORDER[new] < ORDER[self._phase]:
-            self._core_ended = False
         if restarted or not self._phase_seen or ORDER[new] >= ORDER[self._phase]:
             self._phase = new
             self._phase_seen = True
         if restarted:
-            self._ready = False
+            self._ready = self._core_ended = False
         if new == READY:
             self._ready = True
             self._ready_at = self._number

@@ -105,7 +105,7 @@ def shares(events: Sequence[Mapping[str, Any]], most_names: int = 4) -> JsonDict
     {"device": "gpu" | "cpu", "steps": count | null (the trace marks none), "seconds": kernel time,
      "span_s": first start to last end, "busy_share": of the span with a kernel running,
      "kinds": {KIND: {"seconds", "share", "calls", "names": [{"name", "seconds", "calls"}]}},
-     "collectives": microseconds of each all-reduce kernel, in their order}
+     "collectives": [name, microseconds] of each all-reduce kernel, in their order}
     Raises TraceError when the trace holds no kernel and no operator.
     """
     kernels = _timed(events, _GPU)
@@ -138,7 +138,9 @@ def shares(events: Sequence[Mapping[str, Any]], most_names: int = 4) -> JsonDict
         "span_s": span / 1e6,
         "busy_share": _covered_us(spans) / span if span else 1.0,
         "kinds": kinds,
-        "collectives": [float(one["dur"]) for one in sorted(kernels, key=_start) if kind(one["name"]) == ALL_REDUCE],
+        "collectives": [
+            [one["name"], float(one["dur"])] for one in sorted(kernels, key=_start) if kind(one["name"]) == ALL_REDUCE
+        ],
     }
 
 
@@ -150,11 +152,13 @@ def combine(ranks: Sequence[JsonDict]) -> JsonDict:
     """Several ranks' `shares` as one: times added, and under "ranks" the shares of each.
 
     "waiting_s": how much of the all-reduce time was spent waiting for another rank, since the last one to come to a
-    collective waits for nobody; null for one rank, or where ranks counted different collectives.
+    collective waits for nobody. The traces must hold the same calls, from the same step on; null for one rank, or where
+    number or names of the calls differ.
     """
     calls = [rank["collectives"] for rank in ranks]
-    matched = len(calls) > 1 and len({len(one) for one in calls}) == 1 and bool(calls[0])
-    waiting = sum(sum(one) - len(one) * min(one) for one in zip(*calls)) / 1e6 if matched else None
+    matched = len(calls) > 1 and bool(calls[0]) and len({tuple(name for name, _ in one) for one in calls}) == 1
+    spent = [[length for _, length in together] for together in zip(*calls)]
+    waiting = sum(sum(one) - len(one) * min(one) for one in spent) / 1e6 if matched else None
     whole = sum(rank["seconds"] for rank in ranks)
     kinds: JsonDict = {}
     for name in KINDS:

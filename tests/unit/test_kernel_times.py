@@ -128,6 +128,8 @@ def test_no_waiting_is_told_of_one_rank_or_of_traces_that_do_not_match():
     one, two = ([event("ncclDevKernel_AllReduce", 10 * i, 5) for i in range(count)] for count in (1, 2))
     assert kernel_times.combine([kernel_times.shares(one)])["waiting_s"] is None
     assert kernel_times.combine([kernel_times.shares(one), kernel_times.shares(two)])["waiting_s"] is None
+    other = [event("ncclDevKernel_AllGather", 0, 50)]
+    assert kernel_times.combine([kernel_times.shares(one), kernel_times.shares(other)])["waiting_s"] is None
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,14 @@ def test_the_gain_ends_where_many_streams_make_steps_dear() -> None:
     )
 
 
+def test_many_streams_seldom_all_draft_and_then_pay_what_idle_steps_do() -> None:
+    counts, curve = np.array([50.0, 0, 50.0]), step_cost.flat(12)
+    overhead = np.array([2.0, 0.5, 0.5])
+    found = prediction.sign_flip(counts, 4.0, curve, overhead)["speedups"]
+    assert found["1"] == pytest.approx(4.0 / (1 + 0.5 * 2.0 + 0.5 * 0.5))
+    assert found["2"] == pytest.approx(4.0 / (1 + 0.75 * 2.0 + 0.25 * 0.5))
+
+
 def test_what_acceptance_length_a_draft_model_must_reach() -> None:
     rows = prediction.break_even(curve_of(probe(CURVE)), extra=0.1)
     found = {(row["k"], row["draft_cost"]): row for row in rows}
@@ -304,9 +312,18 @@ def test_the_fixed_cost_of_steps_with_drafts_is_found_from_whole_requests() -> N
     value, low, high = prediction.drafting_cost(plain, off, timed, curve) or (0.0, 0.0, 0.0)
     assert low < value < high and value == pytest.approx(1.4, abs=0.05)
     assert prediction.drafting_cost(plain, off, timed[:2], curve) is None
+    # Noise of a request is a share of it, and pulls neither way.
+    rng = np.random.default_rng(9)
+    noisy = [(name, seconds * rng.lognormal(0, 0.25), steps) for name, seconds, steps in timed * 10]
+    value, low, high = prediction.drafting_cost(plain, off, noisy, curve) or (0.0, 0.0, 0.0)
+    assert value == pytest.approx(1.4, abs=0.12) and low < 1.4 < high
+    quick = [(name, seconds / 20, steps) for name, seconds, steps in timed]
+    assert min(prediction.drafting_cost(plain, off, quick, curve) or (0.0,)) > 0
     fixed = prediction.Fixed(3.0, 2.9, 3.1, "a trial", (value, low, high))
     found = prediction.check(work, transcripts, curve, fixed, ["5,4,4"], rows, RULE, "decode_s", plain)
     assert found["settings"][0]["failed_terms"] == [] and found["mean_abs_error"] < 0.03
+    alone = prediction.check(work, transcripts, curve, fixed, ["5,4,4"], rows, RULE, "decode_s")
+    assert alone["settings"][0]["agree"], "against drafting off, whose steps carry F(0)"
     idle = prediction.Fixed(3.0, 2.9, 3.1, "a trial")
     found = prediction.check(work, transcripts, curve, idle, ["5,4,4"], rows, RULE, "decode_s", plain)
     assert found["settings"][0]["failed_terms"] == ["verify"]
@@ -497,6 +514,22 @@ def test_a_trial_tells_the_fixed_cost_of_steps_with_drafts_too(
     assert predict.main(words(folder, "--fixed-costs", store, "--json")) == 0
     stored = json.loads(capsys.readouterr().out)
     assert stored["fixed_cost"]["drafting"]["value"] == told["drafting"][0]
+    # A smaller k falls out of the trial's graphs, and what drafts nothing may have any name.
+    more = [{**row, "setting": "2,4,4", "decode_s": 9.0} for row in rows if row["setting"] == "5,4,4"]
+    named = [{**row, "setting": "idle" if row["setting"] == "off" else row["setting"]} for row in rows]
+    named += [*more, {**rows[0], "setting": "plain"}]
+    (folder / "named.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
+    other = [*call[:2], str(folder / "named.jsonl"), *call[5:], "--setting", "idle"]
+    assert predict.main(other) == 0
+    assert json.loads(capsys.readouterr().out)["drafting"] == pytest.approx(told["drafting"], rel=0.02)
+    for key, wrong, said in (
+        ("decode_s", "abc", "expected seconds"),
+        ("decode_s", float("nan"), "expected seconds"),
+        ("output_token_ids", 5, "output_token_ids"),
+    ):
+        spoiled = [{**row, key: wrong} if row["setting"] == "5,4,4" else row for row in rows]
+        (folder / "spoiled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spoiled))
+        assert said in failure([*call[:2], str(folder / "spoiled.jsonl"), *call[5:]], capsys)
     six = ",".join(str(one) for one in (told["fixed_cost"], told["low"], told["high"], *told["drafting"]))
     assert predict.main(words(folder, "--fixed-cost", six)) == 0
     assert "in steps with drafts" in capsys.readouterr().out
@@ -608,6 +641,7 @@ def failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         (["--fixed-cost", "0"], "expected VALUE"),
         (["--fixed-cost", "2,1.9,2.1,1.5"], "or six numbers"),
+        (["--fixed-cost", "inf"], "expected VALUE"),
         (["--probe", "/nowhere.json"], "/nowhere.json: cannot be read: No such file or directory"),
         (["--grid", "k=9 min=1 max=1"], "expected 10"),
         (["--method", "suffix"], "trees over earlier answers"),
@@ -643,7 +677,12 @@ def test_wrong_calls(folder: Path, capsys: pytest.CaptureFixture[str], more: lis
         (
             "--fixed-costs",
             json.dumps({**ROW, "fixed_cost": 2, "low": 2, "high": 2, "drafting": [1, 2]}),
-            "drafting: found [1, 2] for gpu1, expected null or three numbers",
+            "drafting: found [1, 2] for gpu1, expected three numbers above 0, value, low, high",
+        ),
+        (
+            "--fixed-costs",
+            json.dumps({**ROW, "fixed_cost": 2, "low": 3, "high": 4}),
+            "fixed_cost, low, high: found [2, 3, 4] for gpu1",
         ),
         ("--fixed-costs", "x", "file:1: not JSON ("),
         ("--probe", "[1]", "found a list, expected an object: " + PROBED),

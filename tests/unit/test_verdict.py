@@ -312,13 +312,17 @@ def noisy(lines):
     return lines
 
 
-def uneven(lines):
+def uneven(factor):
     """One repeat of the base is slower as a whole, which makes d as wide as that."""
-    for line in requests(lines, "A"):
-        if line["repeat"] == 1:
-            line["decode_s"] *= 1.4
-            line["e2e_s"] *= 1.4
-    return lines
+
+    def spoil(lines):
+        for line in requests(lines, "A"):
+            if line["repeat"] == 1:
+                line["decode_s"] *= factor
+                line["e2e_s"] *= factor
+        return lines
+
+    return spoil
 
 
 def looping(line):
@@ -375,7 +379,8 @@ GATES = [
     ("synthetic_text", change(None, **{"class": "random"}), "refused"),
     ("null", lambda lines: [line for line in lines if line.get("repeat", 0) == 0], "refused"),
     ("null", noisy, "refused"),
-    ("null", uneven, "refused"),
+    ("null", uneven(1.4), "refused"),
+    ("null", uneven(4.0), "refused"),
     ("drift", drifts, "refused"),
     ("short_base", change(None, output_tokens=3, token_ids=short), "refused"),
     ("diverged", change("B", 4, token_ids=lambda line: line["token_ids"][::-1]), "output changed"),

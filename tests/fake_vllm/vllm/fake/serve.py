@@ -176,7 +176,7 @@ class Launch:
             self.enter(beat)
             self.teller.tell(beat)
         if not knobs.bind_early:
-            self.server.start()  # after uvicorn's own lines, as the real one: no answer comes before them
+            self.server.start()  # no answer comes before uvicorn's own lines, as with the real one
 
     def enter(self, beat: Beat) -> None:
         """What a phase does besides printing."""
@@ -203,6 +203,8 @@ class Launch:
             assert self.engine is not None
             self.engine.tell("ready")
             self.state.loading = False
+            if not knobs.bind_early:
+                self.server.listen()
 
     def until(self, moment_: float) -> None:
         """Waits to a monotonic time while looking at signals and at the engine."""

@@ -321,9 +321,13 @@ class Server(ThreadingHTTPServer):
         if not isinstance(sys.exc_info()[1], (BrokenPipeError, ConnectionResetError)):
             super().handle_error(request, client_address)
 
+    def listen(self) -> None:
+        """Takes connections; they wait for `start`."""
+        self.socket.listen(2048)
+
     def start(self) -> None:
         """Listens and serves in a thread."""
-        self.socket.listen(2048)
+        self.listen()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.5}, name="http", daemon=True).start()
 
 

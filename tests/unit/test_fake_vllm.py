@@ -102,6 +102,9 @@ def test_a_stopped_worker_hangs_completions_while_health_is_200(start: Any) -> N
     fake.wait_for(READY)
     worker = fake.pid_of("VLLM::Worker")
     os.kill(worker, signal.SIGSTOP)
+    state = Path(f"/proc/{worker}/stat")
+    while state.read_text().rpartition(")")[2].split()[0] != "T":  # it stops when it is next scheduled
+        time.sleep(0.01)
     with pytest.raises(TimeoutError):
         fake.get("/v1/completions", {"prompt": "x", "max_tokens": 2}, timeout=0.5)
     assert fake.get("/health")[0] == 200

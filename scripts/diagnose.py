@@ -107,9 +107,18 @@ def _is_csv(text: str, lines: list[str]) -> bool:
     return bool((rows and shaped) or notices) and odd * 2 <= rows + len(report["notices"])
 
 
+def _unprefixed(text: str) -> str:
+    """The text without the name of a container that compose put before each of its lines."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    named = re.match(r"([\w.-]+) +\| ?", lines[0]) if lines else None
+    if named is None or not all(re.match(re.escape(named[1]) + r" +\|", line) for line in lines):
+        return text
+    return re.sub(r"^" + re.escape(named[1]) + r" +\| ?", "", text, flags=re.MULTILINE)
+
+
 def kind_of(text: str) -> str:
     """What a small text is: "topology", "nvidia-smi", "unit" or "log"."""
-    plain = log_text.unquote(log_text.strip_ansi(text))
+    plain = _unprefixed(log_text.unquote(log_text.strip_ansi(text)))
     lines = [line for line in plain.splitlines() if line.strip()]
     if topology.is_matrix(plain):
         return "topology"
@@ -117,7 +126,7 @@ def kind_of(text: str) -> str:
         return "unit"
     if re.fullmatch(r"\s*\[(?:Unknown Error|N/A|Not Supported|GPU [\w ]+)\]\s*", plain):
         return "nvidia-smi"  # the answer to a query of one field
-    if re.search(
+    if nvidia_smi.is_long(plain) or re.search(
         r"^GPU \d+: .*\(UUID: GPU-|^\+-{20,}"
         r"|^.*ERR!.*\d+MiB / +\d+MiB|^\| NVIDIA-SMI |^\|.*[0-9A-F]{8}:[0-9A-F]{2}:|^\| *MIG devices",
         plain,
@@ -132,7 +141,7 @@ def kind_of(text: str) -> str:
 def diagnose_text(text: str, kind: str, known: signatures.Signatures, ended: bool) -> dict[str, Any]:
     """Diagnose a small text of a known kind."""
     if kind == "topology":
-        found = topology.parse(text)
+        found = topology.parse(_unprefixed(text))
         judged = topology.judge(found)
         return _judged(
             kind,
@@ -140,6 +149,7 @@ def diagnose_text(text: str, kind: str, known: signatures.Signatures, ended: boo
             {"topology": found, "notes": topology.nic_lines(found)},
         )
     if kind == "nvidia-smi":
+        text = _unprefixed(text)
         report = nvidia_smi.parse(text)
         judged = nvidia_smi.judge(report)
         more = {"gpus": judged["gpus"], "gpu_values": report["gpus"], "processes": report["processes"]}

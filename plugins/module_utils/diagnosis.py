@@ -33,6 +33,7 @@ _RANK_LOGGED = 78  # the message that a logger prints before the traceback
 _RANK_LATER = 74  # an exception raised while the first was handled
 _RANK_VALIDATION = 72
 _RANK_HANG = 70  # only asked for where nothing else is fatal
+_RANK_MUTE = 56  # an exception without a word: whatever says more goes before
 _RANK_FRAME = 45  # the innermost own line of a traceback whose end is missing
 _RANK_ERROR = 35  # a line of level ERROR
 _SOURCE_PENALTY = 5  # quoted source code says the same as the exception below it, less well
@@ -41,8 +42,26 @@ _EXCEPTION = re.compile(
     r"(?P<name>(?:[A-Za-z_][\w]*\.)*[A-Za-z_]\w*(?:Error|Exception|Failed|Failure|Exit|Interrupt|Timeout"
     r"|OutOfResources|NotFound|Expired|Mismatch|Unsupported|Invalid))(?:\([\w.]+\))?(?:: |:?\s*$)"
 )
-_IN_TRACEBACK = re.compile(r"(?P<name>[A-Za-z_][\w.]*)(?:\([\w.]+\))?(?:: |:?\s*$)")
-_FRAME = re.compile(r"\s*File [\"“]")
+# A bare word may be anything that was cut off; an exception without a word of text has its module before its name.
+_IN_TRACEBACK = re.compile(r"(?=\w+[.:(])(?P<name>[A-Za-z_][\w.]*)(?:\([\w.]+\))?(?:: |:?\s*$)")
+_FRAME = re.compile(r"[\s|]*File [\"“]")
+# Frames that only the handling of one request has; the server's own start (lifespan) runs through other functions.
+_REQUEST_FRAME = re.compile(
+    r"/(?:starlette|fastapi)/\S+\", line \d+, in (?:app|handle|wrapped_app|run_endpoint_function|solve_dependencies)\b"
+    r"|(?:/(?:tool_parsers|reasoning)/\w+|_tool_parser|_reasoning_parser)\.py\", line \d+, in (?:extract_|is_reasoning)"
+    r"|/entrypoints/\S*serving\w*\.py\", line \d+, in (?:create_|_?chat_completion_|completion_|responses_)"
+)
+# Where a request's traceback runs into the engine, the engine failed and not the request.
+_ENGINE_FRAME = re.compile(
+    r"/vllm/(?:\S*/)?(?:(?:worker|executor|attention|model_executor/(?:models|layers))/\S*\.py\", line \d+, in "
+    r"(?!load_)"
+    r"|engine/\S*\.py\", line \d+, in (?:run_engine_loop|engine_step|step_async|_log_task_completion|step)\b)"
+)
+# A handler of requests logs what went wrong with one of them.
+_REQUEST_PLACE = re.compile(r"serving(?:_\w+)?\.py:")
+# What a request can ask for and not get.
+_ASKED = {"arguments", "config", "api"}
+_STATISTICS_PLACES = ("metrics.py:", "loggers.py:")
 _VALIDATION = re.compile(r"\d+ validation errors? for ")
 _VALIDATION_DETAIL = re.compile(r"\s+(?:Value error, |Assertion failed, |[A-Z][^\n]* \[type=)")
 _OWN_END = {
@@ -59,6 +78,8 @@ _CHAINED = ("During handling of the above", "was the direct cause")
 _FORGOTTEN = ("Exception ignored in", "--- Logging error ---", "usage_lib", "_report_usage", "Exception ignored while")
 # What a parser says of one answer of the model goes to one client. (The abstract one loads the parsers at the start.)
 _ANSWER_PARSER = re.compile(r"(?!abstract_)\w+_(?:tool|reasoning)_parser\.py:")
+# An exception that says nothing but that something was waited for: the one that it led to says what.
+_MUTE = re.compile(r"(?:[\w.]+\.)?(?:TimeoutError|Empty|Full)\s*$")
 # The last words of a program that has no logger.
 _BARE_ERROR = re.compile(r"(?:[Ee]rror|ERROR|[Ff]atal|FATAL|panic): \S")
 _BOILERPLATE = re.compile(
@@ -124,10 +145,12 @@ class _Source:
         "chained",
         "errors",
         "excused",
+        "excused_place",
         "forgotten",
         "frame",
         "in_chain",
         "open",
+        "request",
         "validation",
         "wrapped",
     )
@@ -138,7 +161,9 @@ class _Source:
         self.chained = False
         self.in_chain = 0
         self.forgotten = False
+        self.request = False  # the traceback runs through the handling of one request
         self.excused = False  # the last line was a known harmless one: a traceback below it belongs to it
+        self.excused_place = ""
         self.frame: _Candidate | None = None
         self.errors: _Candidate | None = None
         self.validation = False
@@ -160,6 +185,7 @@ class Scanner:
         self._known = 0  # lines that look like the output of a service at all
         self._bars = 0
         self._alive = False
+        self._serving = False  # statistics of a server that answers
         self._harmless = 0
         self._candidates: list[_Candidate] = []
         self._suspects: list[_Candidate] = []
@@ -214,6 +240,8 @@ class Scanner:
             self._progress(mark, line)
         if level in {"INFO", "DEBUG"}:
             pairs = self._signatures.infos
+            if line.place.startswith(_STATISTICS_PLACES) and "Avg prompt throughput" in line.message:
+                self._serving = True
         elif level == "WARNING":
             pairs = self._signatures.warnings
         else:
@@ -264,6 +292,8 @@ class Scanner:
         if restarted:
             self._ready = self._core_ended = False
         if new == READY:
+            if self._ready and self._wrapper_seen:
+                return  # a request that was under way when the engine died is still answered
             self._ready = True
             self._ready_at = self._number
             if self._core_ended:
@@ -315,6 +345,10 @@ class Scanner:
             self._harmless += 1
         elif _FRAME.match(message):
             source.open = source.after_frame = True
+            if source.request:
+                source.request = not _ENGINE_FRAME.search(message)
+            elif _REQUEST_FRAME.search(message):
+                source.request = True
         else:
             return False
         self._last_other = self._number
@@ -327,7 +361,12 @@ class Scanner:
         self._last_other = self._number
         # Its traceback carries the prefix too; where it does not, the line that announces it stands for it.
         own = message[:1] in {" ", "\t"} or "Traceback (" in message or _EXCEPTION.match(message)
-        self._source(line).excused = not own
+        source = self._source(line)
+        source.excused, source.excused_place = not own, line.place
+
+    def _request_line(self) -> None:
+        self._known += 1
+        self._harmless += 1
 
     def _error_line(self, line: Line) -> None:
         if _ANSWER_PARSER.match(line.place):
@@ -361,6 +400,8 @@ class Scanner:
         elif _VALIDATION.match(message):
             source.validation = True
             self._add(line, _RANK_VALIDATION, None, fatal=True)
+        elif line.level and _REQUEST_PLACE.match(line.place):
+            self._request_line()
         elif line.level:
             source.errors = self._add(line, _RANK_ERROR, None, fatal=False)
         elif _BARE_ERROR.match(message):
@@ -377,7 +418,13 @@ class Scanner:
                 self._signed(signature, line, in_source=False)
             elif line.level:
                 self._add(line, _RANK_LOGGED, None, fatal=True)
-        elif line.level and source.errors and source.errors.message and not source.errors.signature:
+        elif (
+            line.level
+            and not _REQUEST_PLACE.match(line.place)
+            and source.errors
+            and source.errors.message
+            and not source.errors.signature
+        ):
             # logger.exception(str(error)): the text above the traceback is the exception's own.
             source.errors.rank = _RANK_LOGGED
             source.errors.fatal = not self._ready
@@ -385,9 +432,11 @@ class Scanner:
         source.errors = None
         if source.excused:
             source.excused = False
-            source.forgotten = True
+            # What another place in the program logs is no part of it.
+            source.forgotten = not line.level or line.place == source.excused_place
         if not source.chained:
             source.in_chain = 0
+            source.request = bool(_REQUEST_PLACE.match(line.place))
         source.chained = False
         source.open = True
         source.after_frame = False
@@ -433,7 +482,12 @@ class Scanner:
         if signature:
             self._signed(signature, line, in_source=False, name=name)
             return
+        if source.request and not self._ready:  # one request's; a server that died of it says so itself
+            self._request_line()
+            return
         rank = _RANK_EXCEPTION if first else _RANK_LATER
+        if _MUTE.match(line.message):
+            rank = _RANK_MUTE
         if source.validation:
             rank = _RANK_VALIDATION
         candidate = self._add(line, rank, None, fatal=not self._ready and not self._stopped)
@@ -447,7 +501,8 @@ class Scanner:
         if role == "benign":
             self._harmless += 1
             if line.level in {"ERROR", "CRITICAL", ""}:
-                self._source(line).excused = True
+                source = self._source(line)
+                source.excused, source.excused_place = True, line.place
             return
         if role == "stop":
             self._harmless += 1
@@ -466,6 +521,9 @@ class Scanner:
         if line.level in {"INFO", "DEBUG", "WARNING"} and signature.level == "warning":
             self._suspects.append(self._new(line, _RANK_SUSPECT, signature, fatal=False))
             del self._suspects[8:]
+            return
+        if role == "cause" and not self._ready and signature.phase in _ASKED and self._source(line).request:
+            self._request_line()
             return
         fatal = not (self._stopped and signature.rank < RANKS["cause"])
         asked = signature.cls in {"config", "model"} or signature.phase == "config"
@@ -578,6 +636,18 @@ class Scanner:
         ]
         return max(words, key=lambda item: item.number, default=end)
 
+    def _open_frame(self) -> _Candidate | None:
+        """The last own line of a traceback whose end is missing: logged as an error, or where the text breaks off."""
+        frames = [
+            source.frame
+            for source in self._sources.values()
+            if source.frame
+            and source.open
+            and not (source.forgotten or source.request)
+            and (source.frame.level in {"ERROR", "CRITICAL"} or source.frame.number == self._last_other)
+        ]
+        return max(frames, key=_Candidate.key, default=None)
+
     def _hung(self) -> _Candidate | None:
         for candidate, repeats in self._hang.values():
             kind = candidate.signature.hang if candidate.signature else None
@@ -596,7 +666,7 @@ class Scanner:
         no hang."""
         best = self._best()
         if best is None:
-            best = _open_frame(self._sources) if not self._ready and not self._stopped else None
+            best = self._open_frame() if not self._ready and not self._stopped else None
         if best is None and ended and not self._stopped:
             best = self._hung()
         if best is not None:
@@ -628,7 +698,7 @@ class Scanner:
         unsettled = lone is not None and not self._ready and self._last_other <= lone.number and not self._stopped
         if unsettled:
             verdict = "unknown"
-        elif not self._stopped and (self._bars or self._alive or loading) and not self._ready:
+        elif not self._stopped and (self._bars or self._alive or loading) and not (self._ready or self._serving):
             verdict = "alive"
         elif self._known or self._harmless or self._phase_seen:
             verdict = "benign"
@@ -656,15 +726,6 @@ _NO_FAILURE = {
 }
 
 
-def _open_frame(sources: dict[str, _Source]) -> _Candidate | None:
-    frames = [
-        source.frame
-        for source in sources.values()
-        if source.frame and source.open and source.frame.level in {"ERROR", "CRITICAL"}
-    ]
-    return max(frames, key=_Candidate.key, default=None)
-
-
 def _seconds_between(earlier: str, later: str) -> float:
     """Seconds between two engine times "MM-DD HH:MM:SS" of one month; 0 where one is missing or the month turned."""
     found = [re.fullmatch(r"(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)", text) for text in (earlier, later)]
@@ -679,7 +740,8 @@ _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
     (re.compile(pattern), cls, remedy)
     for pattern, cls, remedy in (
         (
-            r"CUDA error|cuda runtime error|NVML|NVRM|cuBLAS|CUBLAS|cudnn|illegal memory|device-side assert|NCCL",
+            r"CUDA error|HIP error|cuda runtime error|NVML|NVRM|cuBLAS|CUBLAS|cudnn|illegal memory|device-side assert"
+            r"|NCCL",
             "host",
             "check the GPUs (nvidia-smi, kernel log) and the driver before the next start",
         ),
@@ -689,9 +751,16 @@ _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
             "free or repair what the message names (disk, rights, limits) and start again",
         ),
         (
-            r"^(?:[\w.]*\.)?(?:TimeoutError|\w*Timeout|Connection\w*Error|gaierror)\b|timed out",
+            r"^(?:[\w.]*\.)?(?:\w*Timeout(?:Error|Exception|Expired)?|Connection\w*Error|gaierror)\b|timed out",
             "transient",
             "start again; when it comes back, look at what was waited for",
+        ),
+        (
+            r"^(?:[\w.]*\.)?(?:TypeError|NameError|NotImplementedError|UnboundLocalError)\b"
+            r"|input tensor|view size|tensor_allocate|broadcast|non-singleton|mat1 and mat2"
+            r"|is invalid for input of size",
+            "config",
+            "engine, its plug-ins and libraries do not fit each other; compare this variant with the last good one",
         ),
         (
             r"safetensor|checkpoint|state_dict|weight|tensor|\.json\b|tokenizer",

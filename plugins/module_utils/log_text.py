@@ -56,8 +56,13 @@ _KLEVEL = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 _WARNING_CLASS = re.compile(r"(?:^ *|: )\w*Warning: ")
 # What is left of a prefix whose beginning was cut off.
 _CUT_PREFIX = re.compile(
-    r"[^\n]{0,120}?\b(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<time>\d\d-\d\d \d\d:\d\d:\d\d)[.,\d]* "
+    r"[^\n]{0,240}?\b(?:(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<time>\d\d-\d\d \d\d:\d\d:\d\d)[.,\d]* "
     r"(?P<place>\[?[\w./-]+\.py:\d+\]) ?)"
+)
+# The engine's own prefix behind that of a program which passes its output on; its level is what the engine meant.
+_INNER = re.compile(
+    r"(?:[\w.-]+: )?(?:\((?P<name>[A-Za-z_][\w.:-]*) pid=(?P<pid>\d+)\) )?(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) "
+    r"(?P<time>\d\d-\d\d \d\d:\d\d:\d\d)[.,\d]* (?P<place>\[?[\w./-]+\.py:\d+\]) ?"
 )
 _CUT_TAG = re.compile(r"[\w.: ]*\bpid=\d+\) ?")
 
@@ -176,7 +181,7 @@ def _logger(text: str, pos: int, tag: str) -> tuple[str, str, str, int]:
         level = match["level"] or match["level2"] or _KLEVEL.get(match["klevel"] or "", "")
         place = (match["place"] or match["place2"] or match["cfile"] or "").strip("[]").rpartition("/")[2]
         return _LEVELS.get(level, level), place, match["time"] or "", match.end()
-    if not tag and (".py:" in text[pos : pos + 200] or "pid=" in text[pos : pos + 60]):
+    if not tag and (".py:" in text[pos : pos + 320] or "pid=" in text[pos : pos + 60]):
         match = _CUT_PREFIX.match(text, pos)
         if match:
             return match["level"], match["place"].strip("[]").rpartition("/")[2], match["time"], match.end()
@@ -205,6 +210,11 @@ def parse(raw: str) -> Line:
         pid = match["pid"] or pid
         pos = match.end()
     level, place, time, pos = _logger(text, pos, tag)
+    if level and not place and ".py:" in text[pos : pos + 120]:
+        match = _INNER.match(text, pos)
+        if match:
+            level, time, place = match["level"], match["time"], match["place"].strip("[]").rpartition("/")[2]
+            tag, pid, pos = match["name"] or tag, match["pid"] or pid, match.end()
     message = text[pos:]
     if not level and ("Warning: " in message or "CUDA initialization: " in message):
         warned = _WARNING_CLASS.search(message) or ("CUDA initialization: " in message and "Error: " not in message)

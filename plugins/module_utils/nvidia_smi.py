@@ -21,6 +21,8 @@ _XID_PROGRAM = (13, 31, 43, 45)
 BUSY_MIB = 1000.0
 # Without a process a healthy GPU idles; after a hung collective was killed it spins at 100 %.
 SPINNING_PERCENT = 90.0
+# A GPU that drives no display computes for somebody from here on.
+WORKING_PERCENT = 50.0
 # No board has less; a smaller number in a row without a header is no memory.
 _SMALLEST_MIB = 256
 
@@ -178,7 +180,7 @@ _NOTICES: tuple[tuple[re.Pattern[str], str, str, str], ...] = tuple(
         (r"^\[?unknown error\]?\.?$", "unknown error", "unknown", "ask again; unknown is not healthy"),
     )
 )
-_HEADER_CELL = re.compile(r"^(?P<field>[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)(?: \[(?P<unit>[^\]]+)\])?$")
+_HEADER_CELL = re.compile(r"^(?P<field>[a-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)(?: \[(?P<unit>[^\]]+)\])?$")
 _KNOWN_FIELDS = {
     "index",
     "name",
@@ -454,7 +456,8 @@ def _take_row(report: dict[str, Any], names: Sequence[str], cells: Sequence[str]
 
 _BUS = r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d"
 _TABLE_NAME = re.compile(
-    rf"^\|\s*(?P<index>\d+)\s+(?P<name>.+?)\s+(?P<persistence>On|Off|N/A|ERR!)?\s*\|\s*(?P<bus>{_BUS})\s.*?\|\s*(?P<ecc>[^|]*?)\s*\|"
+    rf"^\|\s*(?P<index>\d+)\s+(?P<name>.+?)\s+(?P<persistence>On|Off|N/A|ERR!)?\s*\|"
+    rf"\s*(?P<bus>{_BUS})\s+(?P<display>On|Off)?[^|]*?\|\s*(?P<ecc>[^|]*?)\s*\|"
 )
 _TABLE_MEMORY = re.compile(
     r"(?P<used>\d+)\s*MiB\s*/\s*(?P<total>\d+)\s*MiB"
@@ -548,6 +551,8 @@ class _Table:
         if name:
             self.end_row()
             self._fields = {"index": name["index"], "name": name["name"], "pci.bus_id": name["bus"], "ecc": name["ecc"]}
+            if name["display"]:
+                self._fields["display_active"] = {"On": "Enabled", "Off": "Disabled"}[name["display"]]
             if name["persistence"]:
                 self._fields["persistence_mode"] = name["persistence"]
         elif memory:
@@ -585,6 +590,101 @@ def _table_values(fields: dict[str, str], line: str, memory: re.Match[str]) -> N
         fields["utilization.gpu"] = use[0].replace("%", " %")
 
 
+# ``nvidia-smi -q`` prints sections by indentation: section above the key, key, field of a query.
+_LONG_GPU = re.compile(rf"^GPU (?P<bus>{_BUS})\s*$")
+_LONG_FIELDS = {
+    ("", "product name"): "name",
+    ("", "gpu uuid"): "uuid",
+    ("", "persistence mode"): "persistence_mode",
+    ("", "display active"): "display_active",
+    ("", "performance state"): "pstate",
+    ("", "compute mode"): "compute_mode",
+    ("", "gpu recovery action"): "gpu_recovery_action",
+    ("mig mode", "current"): "mig.mode.current",
+    ("mig mode", "pending"): "mig.mode.pending",
+    ("ecc mode", "current"): "ecc.mode.current",
+    ("ecc mode", "pending"): "ecc.mode.pending",
+    ("fb memory usage", "total"): "memory.total",
+    ("fb memory usage", "used"): "memory.used",
+    ("fb memory usage", "free"): "memory.free",
+    ("utilization", "gpu"): "utilization.gpu",
+    ("temperature", "gpu current temp"): "temperature.gpu",
+    ("retired pages", "pending page blacklist"): "retired_pages.pending",
+    ("retired pages", "pending"): "retired_pages.pending",
+    ("remapped rows", "pending"): "remapped_rows.pending",
+    ("remapped rows", "remapping failure occurred"): "remapped_rows.failure",
+    ("fabric", "state"): "fabric.state",
+    ("fabric", "status"): "fabric.status",
+}
+_LONG_PROCESS = {"process id": "pid", "name": "process_name", "used gpu memory": "used_gpu_memory"}
+
+
+def is_long(text: str) -> bool:
+    """Whether the text is what ``nvidia-smi -q`` prints."""
+    return "NVSMI LOG" in text or bool(re.search(rf"^GPU {_BUS}\s*$", text, re.MULTILINE) and " : " in text)
+
+
+def parse_long(text: str) -> dict[str, Any]:
+    """Read the output of ``nvidia-smi -q``. Same shape as `parse_csv`."""
+    report: dict[str, Any] = {"gpus": [], "processes": [], "notices": [], "processes_known": False}
+    fields: dict[str, str] = {}
+    process: dict[str, str] = {}
+    path: list[tuple[int, str]] = []
+
+    def end_process() -> None:
+        if process:
+            row = _process(tuple(process), tuple(process.values()))
+            report["processes"].append({**row, "gpu": fields.get("uuid")})
+            process.clear()
+
+    def end_gpu() -> None:
+        end_process()
+        if fields:
+            report["gpus"].append(_gpu(fields, untold="memory.used" not in fields))
+
+    for raw in split_lines(unquote(strip_ansi(text))):
+        line = raw.rstrip()
+        start = _LONG_GPU.match(line)
+        indent = len(line) - len(line.lstrip())
+        key, colon, value = (part.strip() for part in line.partition(" : "))
+        while path and path[-1][0] >= indent:
+            path.pop()
+        section = path[-1][1] if path else ""
+        if start:
+            end_gpu()
+            fields = {"index": str(len(report["gpus"])), "pci.bus_id": start["bus"]}
+            path = []
+        elif not colon:
+            path.append((indent, key.lower()))
+            report["processes_known"] |= key == "Processes"
+            if (notice := _notice(line.strip())) and not fields:
+                report["notices"].append(notice)
+        elif key == "Processes":
+            report["processes_known"] |= value == "None"
+        elif key.lower() in _LONG_PROCESS and any(name == "processes" for _indent, name in path):
+            if key == "Process ID":
+                end_process()
+            process[_LONG_PROCESS[key.lower()]] = value
+        elif fields:
+            _long_field(fields, section, key.lower(), value, [name for _indent, name in path])
+    end_gpu()
+    return report
+
+
+def _long_field(fields: dict[str, str], section: str, key: str, value: str, path: Sequence[str]) -> None:
+    """One line of a GPU; of counts of errors those of the whole board and of each kind."""
+    name = _LONG_FIELDS.get((section, key))
+    if name and not (name.endswith((".pending", ".failure")) and value == "No"):
+        fields[name] = value
+    elif section == "gpu reset status" and key == "reset required" and value == "Yes":
+        fields["reset"] = "[GPU requires reset]"
+    elif "ecc errors" in path and ("uncorrectable" in key or "double bit" in path) and section != "ecc errors":
+        span = "aggregate" if any(part.startswith("aggregate") for part in path) else "volatile"
+        fields[f"ecc.errors.uncorrected.{span}.{key.replace(' ', '_')}"] = value
+    elif key in {"power draw", "average power draw"}:
+        fields.setdefault("power.draw", value)
+
+
 def parse_observation(text: str) -> dict[str, Any]:
     """Read an observation written by hand ("Memory: approximately 624 MiB per GPU"). Same shape as `parse_csv`."""
     fields = {name: match["value"] for name, pattern in _OBSERVED if (match := pattern.search(text))}
@@ -598,8 +698,10 @@ def parse_observation(text: str) -> dict[str, Any]:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Read any of the three: table, observation or csv, told apart by their marks."""
+    """Read any of the four: table, -q, observation or csv, told apart by their marks."""
     plain = unquote(strip_ansi(text))
+    if is_long(plain):
+        return parse_long(plain)
     if _TABLE_MEMORY.search(plain) or re.search(rf"^\|.*{_BUS}", plain, re.MULTILINE) or "MIG devices" in plain:
         return parse_table(plain)
     if sum(1 for _name, pattern in _OBSERVED if pattern.search(plain)) >= 2:
@@ -768,8 +870,9 @@ def _judge_gpu(
         )
     # Whatever counts as busy for the caller: an engine that computes holds memory, or is among the processes.
     empty = (used is None or used < min(busy_mib, BUSY_MIB)) and not processes
-    if use is not None and use >= SPINNING_PERCENT and empty:
-        if known:
+    threshold = WORKING_PERCENT if fields.get("display_active") == "Disabled" else SPINNING_PERCENT
+    if use is not None and use >= threshold and empty:
+        if known and use >= SPINNING_PERCENT:
             found.add(
                 "reject",
                 "wedged",

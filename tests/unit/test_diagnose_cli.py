@@ -212,3 +212,14 @@ def test_a_unit_without_a_start_is_named(tmp_path):
     started = ask("0123456789abcdef0123456789abcdef")
     assert started.returncode == 1
     assert "signature cuda-oom" in started.stdout
+
+
+def test_table_out_of_compose():
+    """The name that compose puts before each line does not hide a table."""
+    table = (
+        "|   0  Tesla T4            On   | 00000000:00:1E.0 Off |                    0 |\n"
+        "| N/A   23C    P8     9W /  70W |      0MiB / 15109MiB |      0%      Default |\n"
+    )
+    done = run("--json", "-", stdin="".join(f"gpu_1  | {line}\n" for line in table.splitlines()))
+    assert json.loads(done.stdout)["kind"] == "nvidia-smi"
+    assert done.returncode == 0

@@ -426,6 +426,80 @@ def test_a_list_of_gpus_can_be_judged_alone():
     assert nvidia_smi.judge(report["gpus"])["state"] == "busy"
 
 
+HELD = """    Processes
+        GPU instance ID                   : N/A
+        Process ID                        : 20037
+            Type                          : C
+            Name                          : python
+            Used GPU Memory               : 5380 MiB"""
+LONG = """
+==============NVSMI LOG==============
+
+Driver Version                                         : 595.80
+
+Attached GPUs                                          : 1
+GPU 00000000:01:00.0
+    Product Name                                       : NVIDIA L40S
+    Display Active                                     : Disabled
+    MIG Mode
+        Current                                        : Disabled
+    GPU UUID                                           : GPU-1
+    GPU Reset Status
+        Reset Required                                 : No
+    GPU Recovery Action                                : None
+    FB Memory Usage
+        Total                                          : 46068 MiB
+        Used                                           : 0 MiB
+    BAR1 Memory Usage
+        Used                                           : 9999 MiB
+    Utilization
+        GPU                                            : 0 %
+    ECC Errors
+        Volatile
+            DRAM Correctable                           : 3
+            DRAM Uncorrectable                         : 0
+        Aggregate
+            DRAM Uncorrectable                         : 0
+    Remapped Rows
+        Pending                                        : No
+        Remapping Failure Occurred                     : No
+    Processes                                          : None
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "state"),
+    [
+        ("", "", "ok"),
+        (
+            "DRAM Uncorrectable                         : 0\n        Agg",
+            "DRAM Uncorrectable : 2\n        Agg",
+            "uncorrectable ecc",
+        ),
+        ("Reset Required                                 : No", "Reset Required : Yes", "requires reset"),
+        ("Occurred                     : No", "Occurred : Yes", "memory repair pending"),
+        ("Current                                        : Disabled", "Current : Enabled", "mig enabled"),
+        ("Used                                           : 0 MiB", "Used : 40000 MiB", "held by nobody"),
+        ("GPU                                            : 0 %", "GPU : 70 %", "busy"),
+        ("    Processes                                          : None", HELD, "busy"),
+    ],
+)
+def test_long_form(old, new, state):
+    """What -q prints is judged as the table is: errors, repairs, MIG, memory in use and its holder."""
+    assert nvidia_smi.is_long(LONG)
+    report = nvidia_smi.parse(LONG.replace(old, new, 1) if old else LONG)
+    assert [gpu["name"] for gpu in report["gpus"]] == ["NVIDIA L40S"]
+    assert nvidia_smi.judge(report)["state"] == state
+
+
+def test_fields_with_capitals_are_a_header():
+    """A query of every field has names such as fabric.cliqueId and dramEncryption.mode.current."""
+    text = "index, memory.used [MiB], dramEncryption.mode.current, fabric.cliqueId\n0, 0 MiB, N/A, N/A\n"
+    report = nvidia_smi.parse_csv(text)
+    assert not report["notices"]
+    assert report["gpus"][0]["fields"]["fabric.cliqueId"] == "N/A"
+
+
 WORDS = [
     "[N/A]",
     "ERR!",
@@ -447,7 +521,13 @@ WORDS = [
 @given(st.one_of(st.text(), st.lists(st.sampled_from(WORDS), max_size=40).map("".join)))
 def test_no_text_can_crash_it(text):
     """Any text has a verdict; a broken word in it is never accepted as a healthy GPU."""
-    for parse in (nvidia_smi.parse, nvidia_smi.parse_csv, nvidia_smi.parse_table, nvidia_smi.parse_observation):
+    for parse in (
+        nvidia_smi.parse,
+        nvidia_smi.parse_csv,
+        nvidia_smi.parse_long,
+        nvidia_smi.parse_table,
+        nvidia_smi.parse_observation,
+    ):
         judged = nvidia_smi.judge(parse(text))
         assert judged["verdict"] in {
             "accept",

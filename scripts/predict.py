@@ -258,19 +258,18 @@ def fixed_of(options: argparse.Namespace) -> prediction.Fixed | None:
     last = next((row for row in reversed(rows) if all(row[key] == wanted[key] for key in wanted)), None)
     if last is None:
         return None
-    idle = triple([last.get(key) for key in ("fixed_cost", "low", "high")])
-    drafting = triple(last.get("drafting"))
-    for keys, found, good in (
-        ("fixed_cost, low, high", [last.get(key) for key in ("fixed_cost", "low", "high")], idle),
-        ("drafting", last.get("drafting"), drafting or last.get("drafting") is None),
-    ):
-        if not good:
-            raise InputError(
-                f"{options.fixed_costs}: {keys}: found {json.dumps(found):.60} for {options.host}, expected three "
-                "numbers above 0, value, low, high; measure it again with `predict.py fixed-cost --store`"
-            )
-    assert idle is not None
-    return prediction.Fixed(*idle, source=f"{options.fixed_costs}: {last.get('source')}", drafting=drafting)
+
+    def stored(keys: str, values: Any) -> prediction.Three:
+        if found := triple(values):
+            return found
+        raise InputError(
+            f"{options.fixed_costs}: {keys}: found {json.dumps(values):.60} for {options.host}, expected three "
+            "numbers above 0, value, low, high; measure it again with `predict.py fixed-cost --store`"
+        )
+
+    value, low, high = stored("fixed_cost, low, high", [last.get(key) for key in ("fixed_cost", "low", "high")])
+    drafting = None if last.get("drafting") is None else stored("drafting", last["drafting"])
+    return prediction.Fixed(value, low, high, f"{options.fixed_costs}: {last.get('source')}", drafting)
 
 
 def triple(values: Any) -> prediction.Three | None:

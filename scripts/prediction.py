@@ -597,9 +597,8 @@ def check(
     needed = int(np.flatnonzero(work.counts.sum(axis=(0, 1)))[-1])
     overhead = (fixed.at(needed) if fixed and fixed.drafting else np.full(needed + 1, off_cost)) - 1
     overhead[0] = off_cost - 1
-    table = curve.table(needed) + overhead
-    whole = curve.at(np.arange(1, needed + 2)) + overhead
-    assumed_cost = curve.at(np.arange(1, needed + 2)) + (fixed.at(needed) - 1 if fixed else 0.0)
+    table, computed = curve.table(needed) + overhead, curve.at(np.arange(1, needed + 2))
+    assumed_cost = computed + (fixed.at(needed) - 1 if fixed else 0.0)
     pairs: list[dict[str, Any]] = []
     for s, (setting, name) in enumerate(zip(work.settings, names)):
         own = [row for row in rows if str(row["setting"]) == name and not row.get("error")]
@@ -633,7 +632,7 @@ def check(
         weights = work.counts[spots, s][:, : needed + 1] / steps[:, None]
         # In units of an "off" step, which costs F(0).
         expected = (table @ weights.T).mean(axis=1) / off_cost
-        point = float((whole @ weights.T).mean()) / off_cost
+        point = float(((computed + overhead) @ weights.T).mean()) / off_cost
         spread = np.exp(rng.normal(0.0, MODEL_SD, len(expected)))
         low, high = _interval(expected * spread)
         foretold = predicted["settings"][s]

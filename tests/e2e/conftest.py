@@ -26,8 +26,9 @@ VERSIONS = ("0.32.0", "0.31.0", "0.26.0", "0.16.0", "0.10.0")
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 NAME = f"e2e-{WORKER}"
 WHEELS = ROOT / ".artifacts" / NAME / "wheels"
-# Far enough apart that no two hosts choose the same port of the network that they share.
-FIRST_PORT = 8731 + 20 * WORKER
+# Far enough apart that no two hosts choose the same port of the network that they share; a second checkout on the same
+# machine sets another base.
+FIRST_PORT = int(os.environ.get("SWAPGATE_E2E_PORT", "8731")) + 20 * WORKER
 MODEL = "/srv/models/tiny"
 KEEP = bool(os.environ.get("SWAPGATE_E2E_KEEP"))
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests/e2e"))
 from throwaway import SANDBOX, WIPE, Host, destroy_sandbox, free_port  # noqa: E402 - the path comes first
 
 NAME = "engine"
-FIRST_PORT = 8831
+FIRST_PORT = int(os.environ.get("SWAPGATE_ENGINE_PORT", "8831"))
 KEEP = bool(os.environ.get("SWAPGATE_ENGINE_KEEP"))
 INSTALL_LIMIT_S = 1200
 SHARED = ROOT / ".artifacts/engine"

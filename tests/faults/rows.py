@@ -348,9 +348,9 @@ REFUSED = [
         "data-edited",
         "the serving variant's data file was edited by hand",
         ("refused",),
-        "baseline.json",
+        "vllm-tiny.json",
         "10",
-        before=(f"sh sed -i s/{PORT}/8799/ /etc/swapgate/variants/baseline.json",),
+        before=(f"sh sed -i s/{PORT}/8799/ /etc/swapgate/variants/vllm-tiny.json",),
     ),
     Row(
         "release-edited",
@@ -369,7 +369,7 @@ REFUSED = [
         "11",
         before=(
             f"sh cp /var/lib/swapgate/releases/*/{NGRAM_UNIT} /etc/systemd/system/; cd /var/lib/swapgate/releases; "
-            f"cp $(dirname */{NGRAM_UNIT})/variant.json /etc/swapgate/variants/ngram.json; "
+            f"cp $(dirname */{NGRAM_UNIT})/variant.json /etc/swapgate/variants/vllm-tiny-ngram.json; "
             f"systemctl daemon-reload; systemctl enable -q {NGRAM_UNIT}",
         ),
         after=(f"sh systemctl disable -q {NGRAM_UNIT}",),
@@ -1097,8 +1097,9 @@ STOPS = [
         serves="ngram",
         before=(
             f"sh cp /var/lib/swapgate/releases/*/{NGRAM_UNIT} /etc/systemd/system/; cd /var/lib/swapgate/releases; "
-            f"cp $(dirname */{NGRAM_UNIT})/variant.json /etc/swapgate/variants/ngram.json; systemctl daemon-reload; "
-            f"for n in 1 2 3 4; do systemctl start {NGRAM_UNIT}; done; systemctl is-failed {NGRAM_UNIT}",
+            f"cp $(dirname */{NGRAM_UNIT})/variant.json /etc/swapgate/variants/vllm-tiny-ngram.json; "
+            f"systemctl daemon-reload; for n in 1 2 3 4; do systemctl start {NGRAM_UNIT}; done; "
+            f"systemctl is-failed {NGRAM_UNIT}",
         ),
         says="failed",
     ),

@@ -1590,7 +1590,47 @@ DOUBLE = [
     ),
 ]
 
+# A host that an older swapgate left: data named after the variant, records that name no model.
+OLDER_HOST = (
+    "sh mv /etc/swapgate/variants/vllm-tiny.json /etc/swapgate/variants/baseline.json; "
+    f'sed -i \'s/"model": "tiny", //; s/"slot": "main", //\' {STATE}; ! grep -q slot {STATE}'
+)
+OLDER: list[Row] = [
+    Row(
+        "older-host-swap",
+        "the first swap on a host that an older swapgate left",
+        ("swapped",),
+        before=(OLDER_HOST,),
+        at={"end": ("sh ls /etc/swapgate/variants",)},
+        says="vllm-tiny-ngram.json\n.*vllm-tiny.json",
+        serves="ngram",
+        ci=True,
+    ),
+    Row(
+        "older-host-load-fails",
+        "the first swap on such a host fails its load",
+        ("rolled_back",),
+        "CUDA out of memory",
+        before=(OLDER_HOST,),
+        knobs={"variants": [{"when": "--speculative-config", "crash_at": "weights", "crash_with": "cuda_oom"}]},
+        moment="exit",
+    ),
+    Row(
+        "older-host-power-cut",
+        "a power cut in the first swap on such a host",
+        ("recovered",),
+        "watch",
+        "31",
+        before=(OLDER_HOST,),
+        at={"watch": ("power-cut",)},
+        moment="action",
+        limit_s=90,
+        settle_s=30,
+    ),
+]
+
 ROWS: list[Row] = [
+    *OLDER,
     *REFUSED,
     *LOADS,
     *STOPS,

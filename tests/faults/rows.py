@@ -1595,7 +1595,7 @@ OLDER_HOST = (
     "sh mv /etc/swapgate/variants/vllm-tiny.json /etc/swapgate/variants/baseline.json; "
     f'sed -i \'s/"model": "tiny", //; s/"slot": "main", //\' {STATE}; ! grep -q slot {STATE}'
 )
-OLDER: list[Row] = [
+ON_OLDER_HOSTS: list[Row] = [
     Row(
         "older-host-swap",
         "the first swap on a host that an older swapgate left",
@@ -1630,7 +1630,7 @@ OLDER: list[Row] = [
 ]
 
 ROWS: list[Row] = [
-    *OLDER,
+    *ON_OLDER_HOSTS,
     *REFUSED,
     *LOADS,
     *STOPS,

@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from ..module_utils import metrics, nccl, records, units
-from . import engine_api, gpus, systemd
+from . import engine_api, gpus, jobs, systemd
 from .installed import managed_variants
 
 JsonDict = dict[str, Any]
@@ -18,7 +18,7 @@ def status(layout: records.Layout) -> JsonDict:
 
     {"schema", "last_good", "swap", "units": [{"unit", "variant", "release", "active", "sub", "enabled",
     "since": text, "load": load.json | null}], "acceptance": null | metrics.acceptance,
-    "usual_seconds_without_service": {variant: s}, "problem": null | str}
+    "usual_seconds_without_service": {variant: s}, "jobs": jobs.under_way, "problem": null | str}
     """
     problem = None
     try:
@@ -56,6 +56,7 @@ def status(layout: records.Layout) -> JsonDict:
         "units": found,
         "acceptance": acceptance,
         "usual_seconds_without_service": usual_seconds_without_service(layout),
+        "jobs": jobs.under_way(layout),
         "problem": problem,
     }
 

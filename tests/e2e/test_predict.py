@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from throwaway import Host, until, write_prompts
+from throwaway import BASELINE, Host, until, write_prompts
 
 pytestmark = pytest.mark.host
 
@@ -32,7 +32,9 @@ def test_a_prediction_stops_nothing_and_leaves_no_answer_behind(host: Host, tmp_
     assert re.search(r"\| baseline \| record \| recorded \d of 6, \d+ s left", run.text)
     assert re.search(r"\| baseline \| probe \| probed \d+ of \d+ runs, [a-z-]+, \d+ s left", run.text)
     assert host.picture() == before
-    assert host.sh("ls -A /run/swapgate/jobs; ls /tmp /var/tmp | grep swapgate || true") == "", "no answer stays on the host"
+    assert host.sh("ls -A /run/swapgate/jobs; ls /tmp /var/tmp | grep swapgate || true") == "", (
+        "no answer stays on the host"
+    )
     assert (run_folder / "transcripts.jsonl").read_text() == "of a run\n", "a run's own file is as it was"
     own = run_folder / "prediction"
     answers = own / "transcripts.jsonl"
@@ -52,17 +54,21 @@ def test_a_prediction_stops_nothing_and_leaves_no_answer_behind(host: Host, tmp_
 def test_what_speculates_is_refused_before_anything_is_recorded(host: Host, tmp_path: Path) -> None:
     host.ensure_serving("ngram")
     run = host.ansible("playbooks/predict.yml", run=str(tmp_path / "run"))
-    assert run.code != 0 and "'ngram' serves with speculation (ngram)" in run.flat and "Nothing was recorded" in run.flat
+    assert (
+        run.code != 0 and "'ngram' serves with speculation (ngram)" in run.flat and "Nothing was recorded" in run.flat
+    )
     assert "| record |" not in run.text and not (tmp_path / "run").exists()
     host.ensure_serving("baseline")
 
 
-def test_a_recording_that_nobody_follows_refuses_others_ends_for_a_swap_and_is_deleted(host: Host, tmp_path: Path) -> None:
+def test_a_recording_that_nobody_follows_refuses_others_ends_for_a_swap_and_is_deleted(
+    host: Host, tmp_path: Path
+) -> None:
     """The controller is cut off; another job is refused with its name; a swap spends no drain on it; nothing stays."""
     prompts = tmp_path / "own.jsonl"
     write_prompts(prompts, 6, max_tokens=400)
     with host.knobs(tokens_per_s=5):
-        host.sh("systemctl restart vllm-tiny-baseline.service", limit_s=90)
+        host.sh(f"systemctl restart {BASELINE}", limit_s=90)
         command = host.command("playbooks/predict.yml", prompts=str(prompts), run=str(tmp_path / "run"))
         command.await_line("| baseline | record |")
         command.process.kill()
@@ -81,7 +87,8 @@ def test_a_recording_that_nobody_follows_refuses_others_ends_for_a_swap_and_is_d
     (folder,) = host.sh("ls -A /run/swapgate/jobs").split()
     said = host.sh(f"cat /run/swapgate/jobs/{folder}/said")
     assert "swapgate record: it was ended by a swap to 'ngram'" in said
-    (timer,) = host.sh("systemctl list-timers --all --no-legend 'run-*' | grep -o 'run-[^ ]*timer'").split()
-    assert folder in host.sh(f"systemctl show -p ExecStart {timer.replace('.timer', '.service')}")
-    host.sh(f"systemctl start {timer.replace('.timer', '.service')}")
-    assert host.sh("ls -A /run/swapgate/jobs") == "", "systemd deletes what no controller fetched"
+    timers = host.sh("systemctl list-timers --all --no-legend 'run-*' | grep -o 'run-[^ ]*[.]timer'").split()
+    due = [timer.replace(".timer", ".service") for timer in timers]
+    (due_for_it,) = [unit for unit in due if folder in host.sh(f"systemctl show -p ExecStart {unit}")]
+    host.sh(f"systemctl start {due_for_it}")
+    until(lambda: host.sh("ls -A /run/swapgate/jobs") == "", 10, "systemd to delete what no controller fetched")

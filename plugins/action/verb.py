@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shlex
 from typing import Any
@@ -47,7 +48,7 @@ class ActionModule(ActionBase):
                 done["json"] = None
             return done
         host = (task_vars or {}).get("inventory_hostname", "")
-        if "start" not in done and "No such file" in str(done.get("msg", "")):
+        if "start" not in done and done.get("rc") == errno.ENOENT:
             said = [NOT_INSTALLED]
         last = said[-1] if said else str(done.get("msg") or f"swapgate {argv[0]}: exit {done.get('rc')}")
         # The sentence alone: the command's own fields would bury it.

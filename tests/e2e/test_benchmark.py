@@ -80,3 +80,13 @@ def test_a_faster_variant_is_kept(host: Host, prompts: Path, tmp_path: Path) -> 
         assert host.active() == host.enabled() == [NGRAM]
         again = host.deploy("ngram", prompts=str(prompts), **MEASURE)
     assert again.code != 0 and "'ngram' serves already, expected another variant" in again.flat
+
+
+def test_a_verb_that_refuses_is_its_own_sentence_alone(host: Host) -> None:
+    for playbook, said in (
+        ("playbooks/profile.yml", "profiler: true"),
+        ("playbooks/confirm.yml", "no swap waits to be confirmed"),
+    ):
+        run = host.ansible(playbook)
+        assert run.code != 0 and "sandbox: swapgate: " in run.flat and said in run.flat, run.text
+        assert not any(field in run.text for field in ("stderr", "non-zero return code", "Traceback")), run.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -71,7 +73,8 @@ def test_a_recording_that_nobody_follows_refuses_others_ends_for_a_swap_and_is_d
         host.sh(f"systemctl restart {BASELINE}", limit_s=90)
         command = host.command("playbooks/predict.yml", prompts=str(prompts), run=str(tmp_path / "run"))
         command.await_line("| baseline | record |")
-        command.process.kill()
+        os.killpg(command.process.pid, signal.SIGKILL)
+        command.wait()
         until(lambda: host.status()["jobs"], 20, "the recording to be under way")
         (job,) = host.status()["jobs"]
         assert (job["unit"], job["kind"]) == ("swapgate-record.service", "record")

@@ -105,7 +105,7 @@ TOPOLOGY = {
     "derived": {"profile": "none", "reason": "one GPU", "settings": {}, "notices": []},
     "variants": {},
 }
-BENCH = {"variant": "ngram", "levels": [1], "left_out": [16], "passes": 4, "at_most_s": 300.0}
+BENCH = {"variant": "ngram", "levels": [1], "left_out": [16], "prompts": 9, "passes": 4, "at_most_s": 300.0}
 # What module nvidia_host says of a container without boards, and the role's defaults.
 GPU_HOST = {
     "distribution": {"id": "debian", "version": "12", "codename": "bookworm", "like": []},

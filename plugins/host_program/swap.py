@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
-from ..module_utils import diagnosis, identity, processes, records, signatures, units
+from ..module_utils import diagnosis, identity, processes, progress, records, signatures, units
 from . import collective, collective_check, engine_api, gpus, jobs, preflight, shared_memory, systemd
 from .installed import active_units, api_key, data_file, managed_units, managed_variants, service_user
 
@@ -125,7 +125,8 @@ class Swap:
             records.append_history(self.layout, self.swap)
         except OSError as error:
             self.say(f"the history cannot be written: {error}")
-        self.say("outcome: {}{}".format(outcome, ": " + cause["what"] if cause else ""))
+        for line in progress.outcome(self.swap):
+            self.say(line)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -646,11 +647,7 @@ class Swap:
 
     def _changed_below(self, good: JsonDict, variant: JsonDict) -> str | None:
         """What a good release stood on (engine, model or driver) and that is another one now, if any."""
-        stood_on = good.get("identity") or {}
-        for part, now in preflight.identity(variant, self.layout).items():
-            if stood_on.get(part) not in (None, now):
-                return part
-        return None
+        return next(iter(preflight.changed_below(good, variant, self.layout)), None)
 
 
 def as_cause(error: Exception, phase: str | None) -> JsonDict:
@@ -689,6 +686,9 @@ def new_swap(to: JsonDict, good: JsonDict | None, owner: str, swap_id: str | Non
         "ended_unix": None,
         "preflight": None,
         "confirm_within_s": None,
+        "because": None,
+        "kind": None,
+        "changes": None,
     }
 
 

@@ -223,6 +223,7 @@ class Scanner:
         self._hang: dict[str, tuple[_Candidate, int]] = {}  # by kind of hang: the line and how often it was repeated
         self._last_other = 0
         self._beat: Signature | None = None  # the "still waiting" that the line being read is
+        self._chatter = False  # whether it is a detail that is neither progress nor a wait
         self._beats = 0  # how many of them follow each other at the end of what was read
         self._beats_since = ""
         self._before_beats: _Candidate | None = None
@@ -249,13 +250,13 @@ class Scanner:
                 candidate.after.append(line.shown)
             self._collecting = [item for item in self._collecting if len(item.after) < CONTEXT_AFTER]
         if line.message and not line.message.isspace():
-            self._beat = None
+            self._beat, self._chatter = None, False
             self._take(line)
-            if self._beat is None:
+            if self._beat:
+                self._count_beat(self._beat, line)
+            elif not self._chatter:
                 self._beats = 0
                 self._last_line = line
-            else:
-                self._count_beat(self._beat, line)
         self._recent.append(line.shown)
 
     def _count_beat(self, signature: Signature, line: Line) -> None:
@@ -300,6 +301,8 @@ class Scanner:
             self._nccl_line(line)
         elif signature and signature.role == "alive":
             self._beat = signature
+        elif level == "DEBUG" and not mark and (self._beats or self._hang):
+            self._chatter = True  # details of somebody else's, while all wait
         else:
             self._last_other = self._number
 
@@ -894,11 +897,11 @@ _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
             _ARGUMENT
             + r"|\b[Pp]lease (?:set|use|adjust|disable|enable|reduce|increase|lower|specify|pass|choose|try)\b"
             r"|\bnot (?:yet )?(?:supported|compatible|implemented|allowed)\b|[Uu]nsupported|(?:does|do) not support"
-            r"|incompatible|cannot be used|only support(?:s|ed)"
+            r"|incompatible|cannot be used|only support(?:s|ed)|\b[Uu]nknown\b|\b[Uu]nrecogni[sz]ed\b|\bnot (?:recogni[sz]ed|registered)\b"
             r"|must be (?:one of|set|divisible|greater|less|between|positive|in\b)",
             "config",
-            "the line names an argument, or a combination that this release refuses; change or drop it in the variant's "
-            "entry",
+            "the line names an argument, or something that this release does not know or support; change or drop it in the "
+            "variant's entry, or take a release that has it",
         ),
         (
             r"^(?:[\w.]*\.)?(?:TypeError|NameError|NotImplementedError|UnboundLocalError)\b"

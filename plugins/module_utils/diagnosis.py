@@ -170,6 +170,7 @@ class _Source:
         "request",
         "validation",
         "wrapped",
+        "wrapper",
     )
 
     def __init__(self) -> None:
@@ -186,6 +187,7 @@ class _Source:
         self.errors: _Candidate | None = None
         self.validation = False
         self.head: _Candidate | None = None  # the exception whose message may go on in the lines below
+        self.wrapper: _Candidate | None = None  # "Process EngineCore:", until an exception follows
         self.wrapped: _Candidate | None = None  # the candidate whose value stands on the next line
 
 
@@ -543,6 +545,7 @@ class Scanner:
         forgotten, source.forgotten = source.forgotten, False
         source.frame = None
         source.errors = None
+        source.wrapper, wrapper = None, source.wrapper
         source.validation = bool(_VALIDATION.search(line.message))
         first = source.in_chain == 0
         source.in_chain += 1
@@ -552,6 +555,11 @@ class Scanner:
             return
         short = name.rpartition(".")[2]
         if name in _OWN_END or short in _OWN_END or short.endswith("nterrupt"):
+            if wrapper:  # what it announced is the end that somebody asked for
+                wrapper.fatal = False
+                self._wrapper_seen = any(
+                    item.fatal and item.signature and item.signature.role == "wrapper" for item in self._candidates
+                )
             if short.endswith("nterrupt"):
                 self._stop(line)
             self._harmless += 1
@@ -614,6 +622,8 @@ class Scanner:
         candidate = self._add(line, rank, signature, fatal)
         candidate.name = name
         if role == "wrapper" and fatal:
+            if not name and signature.rank < RANKS["wrapper"]:
+                self._source(line).wrapper = candidate
             self._wrapper_seen = True
             self.wrappers += 1
             self._core_ended = self._core_ended or (line.tier == CORE and self._phase == "api")
@@ -751,7 +761,7 @@ class Scanner:
     def _waited(self) -> _Candidate | None:
         """The last line before nothing but the same "still waiting" came, for longer than that step takes."""
         candidate = self._before_beats
-        if not candidate or not candidate.signature or candidate.signature.hang != "waited":
+        if not candidate or not candidate.signature or candidate.signature.hang not in {"waited", "served"}:
             return None
         limit_s = _WAITED_S.get(candidate.phase)
         if limit_s is None or self._beats < _HANG_REPEATS:
@@ -874,6 +884,12 @@ _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
             r"|Operation not permitted|Resource temporarily unavailable",
             "host",
             "free or repair what the message names (disk, rights, limits) and start again",
+        ),
+        (
+            r"(?i)memory allocation|\bout of memory\b|allocat\w+ .{0,40}memory",
+            "config",
+            "memory ran out; if the GPU's, lower gpu_memory_utilization, max_num_seqs or the context length, and see that "
+            "nobody else is on the card",
         ),
         (
             r"(?i)\bdownload(?:ing|ed)?\b.{0,80}(?:fail|error|abort|interrupt)"

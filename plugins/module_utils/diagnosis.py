@@ -75,7 +75,14 @@ _OWN_END = {
 }
 _CHAINED = ("During handling of the above", "was the direct cause")
 # Tracebacks that Python prints and forgets.
-_FORGOTTEN = ("Exception ignored in", "--- Logging error ---", "usage_lib", "_report_usage", "Exception ignored while")
+_FORGOTTEN = (
+    "Exception ignored in",
+    "Exception ignored while",
+    "--- Logging error ---",
+    "Task exception was never retrieved",
+    "usage_lib",
+    "_report_usage",
+)
 # What a parser says of one answer of the model goes to one client. (The abstract one loads the parsers at the start.)
 _ANSWER_PARSER = re.compile(r"(?!abstract_)\w+_(?:tool|reasoning)_parser\.py:")
 # An exception that says nothing but that something was waited for: the one that it led to says what.
@@ -158,6 +165,7 @@ class _Source:
     __slots__ = (
         "after_frame",
         "chained",
+        "dropped",
         "errors",
         "excused",
         "excused_place",
@@ -179,6 +187,7 @@ class _Source:
         self.chained = False
         self.in_chain = 0
         self.forgotten = False
+        self.dropped = False  # the exception before belonged to a traceback that Python forgets
         self.outer = False  # the last frame is one of those in _OUTER_FRAME
         self.request = False  # the traceback runs through the handling of one request
         self.excused = False  # the last line was a known harmless one: a traceback below it belongs to it
@@ -405,6 +414,7 @@ class Scanner:
             self._open_traceback(source, line)
         elif "xception" in message and any(text in message for text in _CHAINED):
             source.chained = True
+            source.forgotten = source.dropped
         elif any(text in message for text in _FORGOTTEN):
             source.forgotten = True
             self._harmless += 1
@@ -543,6 +553,7 @@ class Scanner:
     def _exception(self, source: _Source, line: Line, name: str, signature: Signature | None) -> None:
         in_traceback, source.open = source.open, False
         forgotten, source.forgotten = source.forgotten, False
+        source.dropped = forgotten
         source.frame = None
         source.errors = None
         source.wrapper, wrapper = None, source.wrapper
@@ -555,8 +566,10 @@ class Scanner:
             return
         short = name.rpartition(".")[2]
         if name in _OWN_END or short in _OWN_END or short.endswith("nterrupt"):
-            if wrapper:  # what it announced is the end that somebody asked for
-                wrapper.fatal = False
+            if wrapper or short == "SystemExit":  # what was announced is the end that somebody asked for
+                for item in (wrapper, *(other.wrapper for other in self._sources.values())):
+                    if item:
+                        item.fatal = False
                 self._wrapper_seen = any(
                     item.fatal and item.signature and item.signature.role == "wrapper" for item in self._candidates
                 )
@@ -570,7 +583,7 @@ class Scanner:
             if last and last.number == self._number and signature.role in {"effect", "wrapper"}:
                 source.head = last
             return
-        if source.request and not self._ready:  # one request's; a server that died of it says so itself
+        if (source.request or _REQUEST_PLACE.match(line.place)) and not self._ready:  # one request's; a server that died of it says so itself
             self._request_line()
             return
         rank = _RANK_EXCEPTION if first else _RANK_LATER

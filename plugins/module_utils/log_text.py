@@ -35,16 +35,16 @@ _JOURNAL = re.compile(
     r"(?:- )?(?:[A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d(?:\.\d+)?"
     r"|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?) +"
     r"(?:(?:[\w.-]+ +)?(?P<ident>\([^()\s]+\)|[\w.@/:-]+?)\[(?P<pid>\d+)\]: ?"
-    r"|[\w.-]+ +(?P<kernel>kernel): ?|)"
+    r"|[\w.-]+ +(?P<kernel>kernel): ?|(?:stdout|stderr) [FP](?: |$)|)"
 )
 _IDENT = re.compile(r"(?:[\w.-]+ )?(?P<ident>systemd(?:-\w+)?|kernel)(?:\[\d+\])?: ")
 _DMESG = re.compile(r"\[(?: *\d+\.\d+|[A-Z][a-z]{2} [A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d \d{4})\] ")
-_CONTAINER = re.compile(r"(?:\[[\w./-]+\]: |[\w.-]+ +\| )")
+_CONTAINER = re.compile(r"(?:\[[\w./-]+\]: |\[pod/[\w./-]+\] |[\w.-]+ +\| )")
 _TAG = re.compile(
     r"\((?P<name>[A-Za-z_][\w.:-]*)(?:,? [^()]*?)?(?: |, )?pid=(?P<pid>\d+)[^()]*\) ?|(?:\[|^)(?P<rank>rank\d+)\]: ?"
 )
 _LEVEL = re.compile(
-    r"(?:\[(?P<klevel>[IWEF])(?:\d{4} [\d:.]+)? ?(?P<cfile>[\w./-]+\.(?:cpp|cc|hpp|h|cu)):\d+\] ?"
+    r"(?:\[(?P<klevel>[IWEF])(?:\d{3,4} [\d:.]+)? ?(?P<cfile>[\w./-]+\.(?:cpp|cc|hpp|h|cu)):\d+\] ?"
     r"|(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL):? +"
     r"(?:(?:\d{4}-)?(?P<time>\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)? )?(?:(?P<place>\[?[\w./-]+\.py:\d+\]) ?)?"
     r"|(?P<place2>\[[\w./-]+\.py:\d+\]) "
@@ -227,12 +227,13 @@ def parse(raw: str) -> Line:
 
 
 def journal_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Messages of ``journalctl -o json``; a message with control bytes comes as a list of byte values.
+    """Messages of ``journalctl -o json`` (one with control bytes comes as a list of byte values) and of docker's
+    json-file.
 
     A line that is not such an object is passed through, so that a mixed or cut export still reads.
     """
     for line in lines:
-        text = _journal_message(line) if line.startswith("{") and '"MESSAGE"' in line else None
+        text = _journal_message(line) if line.startswith("{") and ('"MESSAGE"' in line or '"log"' in line) else None
         if text is None:
             yield line
         else:
@@ -245,6 +246,8 @@ def _journal_message(line: str) -> str | None:
     except ValueError:
         return None
     message = entry.get("MESSAGE")
+    if message is None and isinstance(entry.get("log"), str) and "stream" in entry:  # docker's json-file
+        return str(entry["log"]).rstrip("\n")
     if isinstance(message, list) and all(isinstance(value, int) and value in _BYTE for value in message):
         message = bytes(message).decode("utf-8", "replace")
     if not isinstance(message, str):

@@ -106,6 +106,8 @@ _OUTER_FRAME = re.compile(
 )
 # "Last error:", "`ptxas` stderr:": what the line below says is what the message is about.
 _ANNOUNCES = re.compile(r"(?i)(?:\berror|\bcause|\bcaused by|\breason|\bstderr|\bexception)\W{0,2}:\s*$")
+# The same of an exception's own line: "raised:", "for the following reasons:", but not a name alone or a place.
+_OPEN_END = re.compile(r"^\s*[\w.]+: .*[A-Za-z)\]'\"]:\s*$")
 # What a stack says of itself below a message is no part of it.
 _STACK_TALK = re.compile(r"Exception raised from|frame #|C\+\+ CapturedTraceback|Compile with|For debugging consider")
 _QUOTED_CODE = re.compile(r"\s+(?:raise |[rf]?\"|[rf]?'|self\.|return |with |await |assert )")
@@ -308,9 +310,10 @@ class Scanner:
         signature = self._find(pairs, line.message, level)
         if signature:
             self._signed(signature, line, in_source=False)
-        if "NCCL INFO" in line.shown:
+        waits = signature is not None and signature.role == "alive"
+        if "NCCL INFO" in (line.shown if waits else line.message):  # a wait may be glued to it
             self._nccl_line(line)
-        elif signature and signature.role == "alive":
+        elif waits:
             self._beat = signature
         elif level == "DEBUG" and not mark and (self._beats or self._hang):
             self._chatter = True  # details of somebody else's, while all wait
@@ -408,8 +411,8 @@ class Scanner:
     def _traceback_line(self, source: _Source, line: Line) -> bool:
         """Take a line that only builds a traceback up; False where the line is none."""
         message = line.message
-        if source.wrapped:
-            self._wrapped_value(source, line)
+        if source.wrapped and self._wrapped_value(source, line):
+            pass
         elif "Traceback (most recent call last)" in message:
             self._open_traceback(source, line)
         elif "xception" in message and any(text in message for text in _CHAINED):
@@ -580,10 +583,14 @@ class Scanner:
         if signature:
             self._signed(signature, line, in_source=False, name=name)
             last = self._candidates[-1] if self._candidates else None
-            if last and last.number == self._number and signature.role in {"effect", "wrapper"}:
+            if last and last.number == self._number and signature.rank < RANKS["cause"]:
                 source.head = last
+                if signature.role != "wrapper" and _OPEN_END.search(line.message):
+                    source.wrapped = last
             return
-        if (source.request or _REQUEST_PLACE.match(line.place)) and not self._ready:  # one request's; a server that died of it says so itself
+        if (
+            source.request or _REQUEST_PLACE.match(line.place)
+        ) and not self._ready:  # one request's; a server that died of it says so itself
             self._request_line()
             return
         rank = _RANK_EXCEPTION if first else _RANK_LATER
@@ -594,6 +601,8 @@ class Scanner:
         candidate = self._add(line, rank, None, fatal=not self._ready and not self._stopped)
         candidate.name = name
         source.head = candidate
+        if _OPEN_END.search(line.message):
+            source.wrapped = candidate
         if len(line.shown) >= _JOIN_FROM:
             self._joining = (candidate, line.message)
 
@@ -645,16 +654,19 @@ class Scanner:
         if line.message.rstrip().endswith(": Value"):
             self._source(line).wrapped = candidate
 
-    def _wrapped_value(self, source: _Source, line: Line) -> None:
-        """The value of "argument --x: Value", or of "Last error:", stands on a line of its own, and is what is wrong."""
+    def _wrapped_value(self, source: _Source, line: Line) -> bool:
+        """The value of "argument --x: Value", or of "Last error:", stands on the next line, and is what is wrong."""
         parent, source.wrapped = source.wrapped, None
-        if not parent:
-            return
+        if not parent or self._number - parent.number > _HEAD_LINES or "Traceback (most" in line.message:
+            return False
+        if _FRAME.match(line.message):
+            return False
         signature = self._find(self._signatures.errors, line.message, "E")
         if signature and signature.role in {"cause", "effect"} and signature.rank > parent.rank:
             self._signed(signature, line, in_source=False)
-        elif not (signature and signature.role == "wrapper"):
+        elif not (signature and signature.role in {"wrapper", "benign", "stop"}):
             self._add(line, parent.rank + 1, parent.signature, parent.fatal)
+        return True
 
     def _join(self, line: Line) -> None:
         """Look at an exception again together with the lines below it: a terminal may have wrapped it."""
@@ -854,8 +866,8 @@ class Scanner:
             )
         if before_ready and ended:
             return (
-                f"No line shows a failure, and the log ends in phase {self._phase}, before the server was ready. If the "
-                "process still runs, the load goes on. If it is gone, the reason stands elsewhere: its exit status "
+                f"No line shows a failure, and the log ends in phase {self._phase}, before the server was ready. If "
+                "the process still runs, the load goes on. If it is gone, the reason stands elsewhere: its exit status "
                 "(systemctl status, the container's events) and the kernel log of that minute (OOM killer)."
             )
         return "Nothing to do: the load goes on." if verdict == "alive" else "Nothing to do: no line shows a failure."
@@ -901,14 +913,14 @@ _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
         (
             r"(?i)memory allocation|\bout of memory\b|allocat\w+ .{0,40}memory",
             "config",
-            "memory ran out; if the GPU's, lower gpu_memory_utilization, max_num_seqs or the context length, and see that "
-            "nobody else is on the card",
+            "memory ran out; if the GPU's, lower gpu_memory_utilization, max_num_seqs or the context length, and see "
+            "that nobody else is on the card",
         ),
         (
             r"(?i)\bdownload(?:ing|ed)?\b.{0,80}(?:fail|error|abort|interrupt)"
-            r"|(?:fail|error|unable|could ?n.t).{0,60}\b(?:download|fetch|reach|connect)|huggingface\.co|hf\.co|modelscope"
-            r"|connection (?:reset|refused|aborted|broken|error)|reqwest|hyper::|urlopen|RemoteDisconnected|ProtocolError"
-            r"|name resolution|remote end closed|bad gateway|service unavailable",
+            r"|(?:fail|error|unable|could ?n.t).{0,60}\b(?:download|fetch|reach|connect)|huggingface\.co|hf\.co"
+            r"|modelscope|connection (?:reset|refused|aborted|broken|error)|reqwest|hyper::|urlopen|RemoteDisconnected"
+            r"|ProtocolError|name resolution|remote end closed|bad gateway|service unavailable",
             "transient",
             "a download or a connection broke; start again, or fetch beforehand what the message names",
         ),
@@ -926,18 +938,20 @@ _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
             _ARGUMENT
             + r"|\b[Pp]lease (?:set|use|adjust|disable|enable|reduce|increase|lower|specify|pass|choose|try)\b"
             r"|\bnot (?:yet )?(?:supported|compatible|implemented|allowed)\b|[Uu]nsupported|(?:does|do) not support"
-            r"|incompatible|cannot be used|only support(?:s|ed)|\b[Uu]nknown\b|\b[Uu]nrecogni[sz]ed\b|\bnot (?:recogni[sz]ed|registered)\b"
+            r"|incompatible|cannot be used|only support(?:s|ed)|\b[Uu]nknown\b|\b[Uu]nrecogni[sz]ed\b"
+            r"|\bnot (?:recogni[sz]ed|registered)\b"
             r"|must be (?:one of|set|divisible|greater|less|between|positive|in\b)",
             "config",
-            "the line names an argument, or something that this release does not know or support; change or drop it in the "
-            "variant's entry, or take a release that has it",
+            "the line names an argument, or something that this release does not know or support; change or drop it in "
+            "the variant's entry, or take a release that has it",
         ),
         (
-            r"^(?:[\w.]*\.)?(?:TypeError|NameError|NotImplementedError|UnboundLocalError)\b"
+            r"^(?:[\w.]*\.)?(?:TypeError|NameError|AttributeError|NotImplementedError|UnboundLocalError)\b"
             r"|input tensor|view size|tensor_allocate|broadcast|non-singleton|mat1 and mat2"
             r"|is invalid for input of size",
             "config",
-            "engine, its plug-ins and libraries do not fit each other; compare this variant with the last good one",
+            "engine, its plug-ins and libraries do not fit each other, or the release does not know this model; compare "
+            "variant and release with the last good ones",
         ),
         (
             r"(?i:safetensor|checkpoint|state_dict|\bweights?\b|weight_|\w\.weight|\.json\b|tokeni[sz]er|\btensors?\b"

@@ -7,6 +7,7 @@ reader of a log in this package works on the `Line` that is left, so a new prefi
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -124,6 +125,7 @@ _TAG_TIERS: tuple[tuple[re.Pattern[str], int], ...] = (
 )
 
 
+@functools.lru_cache(maxsize=1024)  # a log has few tags and places, each many times
 def _tier(tag: str, place: str) -> int:
     if tag:
         name = tag.lower()
@@ -178,9 +180,10 @@ def _logger(text: str, pos: int, tag: str) -> tuple[str, str, str, int]:
     """Level, place and time that a logger put before the message, and where the message begins."""
     match = _LEVEL.match(text, pos)
     if match:
-        level = match["level"] or match["level2"] or _KLEVEL.get(match["klevel"] or "", "")
-        place = (match["place"] or match["place2"] or match["cfile"] or "").strip("[]").rpartition("/")[2]
-        return _LEVELS.get(level, level), place, match["time"] or "", match.end()
+        klevel, cfile, level, time, place, other_place, other_level = match.groups()
+        level = level or other_level or _KLEVEL.get(klevel or "", "")
+        place = (place or other_place or cfile or "").strip("[]").rpartition("/")[2]
+        return _LEVELS.get(level, level), place, time or "", match.end()
     if not tag and (".py:" in text[pos : pos + 320] or "pid=" in text[pos : pos + 60]):
         match = _CUT_PREFIX.match(text, pos)
         if match:

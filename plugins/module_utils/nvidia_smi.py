@@ -922,7 +922,8 @@ def _judge_gpu(
                 "reject",
                 "busy",
                 f"{name}: {use:.0f} % busy with little memory in use",
-                "Query the processes (nvidia-smi --query-compute-apps=pid): the GPU is in use, or wedged if nobody is there.",
+                "Query the processes (nvidia-smi --query-compute-apps=pid): the GPU is in use, or wedged if nobody is "
+                "there.",
             )
     return found
 

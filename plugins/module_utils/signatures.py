@@ -18,8 +18,8 @@ Each is a mapping with these keys (docs/diagnosis.md has the whole account):
     rank      optional number that orders causes of one log, higher first (defaults in RANKS)
     certain   optional true: the engine ends with this line, so that a live wait may be given up at once
     hang      optional, for role alive: "last" is a hang where a finished log ends with the line, "served" where it goes
-              on for minutes after the KV cache was sized, both "served" and "waited" where nothing else comes for minutes
-              before the weights are read
+              on for minutes after the KV cache was sized, "served" and "waited" also where nothing else comes for
+              minutes before the weights are read
     remedy    what to change (cause and effect)
     source    where the text was seen
 """

@@ -573,7 +573,7 @@ def test_each_reason_has_its_own_remedy():
 
 
 def test_of_a_wrappers_traceback_the_exception_is_named():
-    """A wrapper of nvidia-smi in Python fails: its last line says why, not "Traceback" nor the source that it quotes."""
+    """A wrapper of nvidia-smi in Python fails: its last line says why, not "Traceback" nor what that quotes."""
     text = (
         "Traceback (most recent call last):\n"
         '  File "/usr/local/bin/nvidia-smi", line 3, in <module>\n'

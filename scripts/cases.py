@@ -5,8 +5,9 @@
 
 Bars: the cause of at least 95 % of the fatal logs, a class and a remedy for each of them; line, class and words of the
 remedy together (`class`, `remedy_says`, where a case has them) for 85 %; no false alarm in a benign, stopped or slow
-load, also when it is cut anywhere; every nvidia-smi output, topology and unit judged as expected; 200,000 lines in 2 s of processor time and 50 MiB; with --engine every engine config as expected or listed with the engine's
-answer, and every fatal case that a preflight can be given caught by it.
+load, also when it is cut anywhere; every nvidia-smi output, topology and unit judged as expected; 200,000 lines in 2 s
+of processor time and 50 MiB; with --engine every engine config as expected or listed with the engine's answer, and
+every fatal case that a preflight can be given caught by it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ CERTAIN = "(APIServer pid=2) RuntimeError: Engine core initialization failed. Se
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample["name"])
 def test_sample(sample):
-    """Each sample gives its verdict, its line as the cause and, where stated, class, signature and words of the remedy."""
+    """Each sample gives its verdict, its line as the cause and, where stated, class, signature and remedy."""
     result = diagnosis.diagnose(sample["log"], KNOWN)
     assert result["verdict"] == sample["verdict"]
     if "cause" in sample:

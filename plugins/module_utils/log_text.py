@@ -150,7 +150,8 @@ def _outer(text: str) -> tuple[int, str, str]:
     if head == "[":
         kernel = _DMESG.match(text)
         match = kernel or _CONTAINER.match(text)
-        return (match.end() if match else 0), "kernel" if kernel else "", ""
+        inner = _JOURNAL.match(text, match.end()) if match and not kernel else None
+        return (inner or match).end() if match else 0, "kernel" if kernel else "", ""
     if not (head.isalnum() or head == "-"):
         return 0, "", ""
     while True:  # a container's log inside a journal has two

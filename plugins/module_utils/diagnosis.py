@@ -950,8 +950,8 @@ _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
             r"|input tensor|view size|tensor_allocate|broadcast|non-singleton|mat1 and mat2"
             r"|is invalid for input of size",
             "config",
-            "engine, its plug-ins and libraries do not fit each other, or the release does not know this model; compare "
-            "variant and release with the last good ones",
+            "engine, its plug-ins and libraries do not fit each other, or the release does not know this model; "
+            "compare variant and release with the last good ones",
         ),
         (
             r"(?i:safetensor|checkpoint|state_dict|\bweights?\b|weight_|\w\.weight|\.json\b|tokeni[sz]er|\btensors?\b"

@@ -461,7 +461,7 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
             if answer["ok"]:
                 records.write_json(kept, answer)
         if not answer["ok"]:
-            collect("engine's own parser", ["{}. {}".format(answer["error"], _remedy(variant, answer))])
+            collect("engine's own parser", ["{}. {}".format(answer["error"].rstrip(" .:"), _remedy(variant, answer))])
         report["engine_version"] = answer.get("version")
         report["effective"] = answer.get("effective") or {}
         report["notices"] = answer.get("notices") or []

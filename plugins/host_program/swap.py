@@ -216,16 +216,16 @@ class Swap:
         watch = gpus.FreeWatch(self.layout, variant)
         while True:
             taken = [str(holder) for holder in processes.port_holders(variant["port"])]
-            blocked = ["port {} is held by {}".format(variant["port"], holder) for holder in taken]
-            blocked += [f"{process} is not gone" for process in processes.members(managed_units(self.layout))]
+            blocked = ["port {} is held by {}.".format(variant["port"], holder) for holder in taken]
+            blocked += [f"{process} is not gone." for process in processes.members(managed_units(self.layout))]
             blocked += watch.blocked(time.monotonic())
             if not blocked:
                 return
             if watch.hopeless:
-                raise SwapFailed("the GPUs never get free ({}): {}".format(watch.hopeless, "; ".join(blocked)), "host")
+                raise SwapFailed("the GPUs never get free ({}): {}".format(watch.hopeless, " ".join(blocked)), "host")
             if time.monotonic() > deadline:
                 raise SwapFailed(
-                    "not free after {} s: {}".format(variant["free_timeout_s"], "; ".join(blocked)),
+                    "not free after {} s: {}".format(variant["free_timeout_s"], " ".join(blocked)),
                     "host",
                     remedy="End what holds it, then run the deploy again.",
                 )

@@ -477,6 +477,14 @@ def test_what_the_engine_refuses_is_a_problem_and_not_remembered(host):
 
 
 @has_analyze
+def test_the_engines_words_and_what_to_do_are_two_sentences(host, monkeypatch):
+    answer = {"ok": False, "stage": "config", "error": "ValueError: max_model_len is too long.", "version": None}
+    monkeypatch.setattr(preflight, "ask_engine", lambda *_arguments: answer)
+    said = problems(host)["engine's own parser"]
+    assert said == "ValueError: max_model_len is too long. Correct the variant's or the model's entry."
+
+
+@has_analyze
 def test_a_model_file_that_changed_since_its_manifest_is_refused(host):
     with (Path(host[1]["model"]["path"]) / "model.safetensors").open("ab") as file:
         file.write(b"x")

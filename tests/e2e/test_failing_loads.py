@@ -34,7 +34,7 @@ def test_the_playbook_tells_the_cause_within_seconds(host: Host) -> None:
     assert "236 retries left" not in run.text and "FAILED - RETRYING" not in run.text
     check_back(host)
     status = host.ansible("playbooks/status.yml")
-    assert re.search(r"sandbox: ngram, (inactive|failed).* last failure: .*CUDA out of memory", status.flat), (
+    assert re.search(rf"{host.name}: ngram, (inactive|failed).* last failure: .*CUDA out of memory", status.flat), (
         status.text
     )
 

@@ -16,6 +16,7 @@ import pytest
 
 from scripts import sandbox, test_stages
 
+REPO = test_stages.ROOT
 # Prints a line, waits for a file, prints another.
 MEET = (
     "import pathlib, sys, time; print(sys.argv[1], 'first', flush=True); pathlib.Path(sys.argv[2]).touch()\n"
@@ -134,3 +135,25 @@ def test_each_stage_is_in_one_lane_and_the_command_line_knows_it(monkeypatch: py
     assert sorted(in_lanes) == sorted(test_stages.STAGES)
     assert all(name in shown for name in in_lanes)
     assert subprocess.run([*program, "cases"], capture_output=True, check=False).returncode == 2
+
+
+def made(folder: Path, *words: str) -> str:
+    """What make prints in a checkout that has no virtualenv yet."""
+    for name in ("Makefile", "requirements.lock"):
+        shutil.copy(REPO / name, folder)
+    return subprocess.run(["make", "-C", str(folder), *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_virtualenv_alone_asks_for_no_package_of_the_machine(tmp_path: Path) -> None:
+    told = made(tmp_path, "-n", "venv")
+    assert "-m venv .venv" in told and "--require-hashes -r requirements.lock" in told
+    assert "sandbox.py" not in told
+    for target in ("demo", "test", "unit"):
+        assert made(tmp_path, "-n", target).index("sandbox.py install") < made(tmp_path, "-n", target).index("-m venv")
+
+
+def test_help_has_every_target_that_people_type(tmp_path: Path) -> None:
+    typed = (REPO / "Makefile").read_text().partition(".PHONY: ")[2].partition("\n")[0].split()
+    shown = made(tmp_path, "help")
+    lacks = [name for name in typed if f" {name} " not in shown]
+    assert lacks == ["packages", "browser"]

@@ -30,8 +30,12 @@ from scripts import sandbox  # noqa: E402 - the path comes first
 BIN = Path(sys.executable).parent
 LOGS = ROOT / ".artifacts/stages"
 MINUTES = ROOT / ".artifacts/stage-minutes.json"
-# Backwards: the longest, vllm_swap, is not to begin when the others have ended.
-ROLES = sorted((folder.parent.parent.name for folder in ROOT.glob("roles/*/molecule/default")), reverse=True)
+# By far the longest, as long as the others together: with two at a time it must begin first.
+LONGEST = "nvidia_stack"
+ROLES = sorted(
+    (folder.parent.parent.name for folder in ROOT.glob("roles/*/molecule/default")),
+    key=lambda role: (role != LONGEST, role),
+)
 END_LIMIT_S = 15
 
 Command = tuple[list[str], Path]

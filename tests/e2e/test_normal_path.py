@@ -20,7 +20,7 @@ def test_the_plan_for_a_host_that_has_nothing_yet(first_plan: Run) -> None:
 
 def test_first_deploy_serves_and_is_enabled(first_deploy: Run, host: Host) -> None:
     assert first_deploy.code == 0
-    assert "sandbox: nothing -> baseline: swapped; baseline serves since this swap" in first_deploy.flat
+    assert f"{host.name}: nothing -> baseline: swapped; baseline serves since this swap" in first_deploy.flat
     code, text = host.complete(prompt="The capital of France is")
     assert code == 200 and text.lstrip().startswith("Paris"), text
 
@@ -44,7 +44,7 @@ def test_swap_to_ngram_status_history_and_back(host: Host) -> None:
     watching = [(when, line) for when, line in told if "| ngram | watch" in line]
     gaps = [later - sooner for (sooner, _), (later, _) in zip(told, told[1:])]
     assert max(gaps) <= 3 * TOLD_EVERY_S, told  # a poll and a module's run lie between two looks, on a busy machine
-    assert watching and all(line.startswith("sandbox | ngram | watch") for _, line in watching)
+    assert watching and all(line.startswith(f"{host.name} | ngram | watch") for _, line in watching)
     assert any(re.search(r"weights \d+ % \| \d+ s elapsed \| ", line) for _, line in watching), watching
 
     assert host.enabled() == [NGRAM]
@@ -55,10 +55,10 @@ def test_swap_to_ngram_status_history_and_back(host: Host) -> None:
     status = host.ansible("playbooks/status.yml")
     assert status.code == 0
     assert re.search(
-        r"sandbox: ngram, active \(running\), since .*, loaded in \d+ s, starts at boot, last good", status.flat
+        rf"{host.name}: ngram, active \(running\), since .*, loaded in \d+ s, starts at boot, last good", status.flat
     )
     assert re.search(r"\d+ % of \d+ draft tokens accepted, acceptance length \d+\.\d+", status.flat), status.text
-    assert re.search(r"sandbox: baseline, inactive", status.flat)
+    assert re.search(rf"{host.name}: baseline, inactive", status.flat)
     assert re.search(r"a rollback goes to: baseline@[0-9a-f]{4}", status.flat), status.text
 
     known = host.status()["last_good"]["release"]
@@ -120,7 +120,9 @@ def test_check_mode_says_the_plan_and_changes_nothing(host: Host) -> None:
     staged_before = host.sh("ls /var/lib/swapgate/releases")
     run = host.deploy("ngram", "--check")
     assert run.code == 0, run.text[-3000:]
-    assert re.search(r"sandbox: stops 'baseline' and drops its traffic until 'ngram' has loaded", run.flat), run.text
+    assert re.search(rf"{host.name}: stops 'baseline' and drops its traffic until 'ngram' has loaded", run.flat), (
+        run.text
+    )
     assert host.picture() == before
     assert host.sh("ls /var/lib/swapgate/releases") == staged_before
 
@@ -187,6 +189,6 @@ def test_without_consent_nothing_is_stopped(host: Host) -> None:
     before = host.picture()
     run = host.deploy("ngram", allow_disruption=False)
     assert run.code != 0
-    assert "The swap would stop baseline on sandbox and nobody agreed" in run.flat
+    assert f"The swap would stop baseline on {host.name} and nobody agreed" in run.flat
     assert "-e allow_disruption=true" in run.flat
     assert host.picture() == before

@@ -88,5 +88,5 @@ def test_a_verb_that_refuses_is_its_own_sentence_alone(host: Host) -> None:
         ("playbooks/confirm.yml", "no swap waits to be confirmed"),
     ):
         run = host.ansible(playbook)
-        assert run.code != 0 and "sandbox: swapgate: " in run.flat and said in run.flat, run.text
+        assert run.code != 0 and f"{host.name}: swapgate: " in run.flat and said in run.flat, run.text
         assert not any(field in run.text for field in ("stderr", "non-zero return code", "Traceback")), run.text

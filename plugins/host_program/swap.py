@@ -231,8 +231,8 @@ class Swap:
         """Ask for the start; the wait is `watch`."""
         unit = variant["unit"]
         systemd.systemctl("reset-failed", unit, check=False)
-        with contextlib.suppress(FileNotFoundError):
-            (self.layout.unit_runtime(unit) / "load.json").unlink()
+        with contextlib.suppress(OSError):  # what cannot be removed is no reason to stay without service
+            records.remove(self.layout.unit_runtime(unit) / "load.json")
         self._asked_unix = time.time()
         systemd.systemctl("start", "--no-block", unit)
 
@@ -269,13 +269,13 @@ class Swap:
         end = time.monotonic() + POLL_S
         while time.monotonic() < end:
             time.sleep(LOAD_POLL_S)
-            report = records.read_if_there(self.layout.unit_runtime(unit) / "load.json") or {}
-            if report.get("state", "loading") != "loading":
+            report = records.read_load(self.layout, unit)
+            if report and report["state"] != "loading":
                 return
 
     def explain(self, variant: JsonDict, what: str) -> SwapFailed:
         """A failure with what the supervisor found out about it."""
-        report = records.read_if_there(self.layout.unit_runtime(variant["unit"]) / "load.json") or {}
+        report = records.read_load(self.layout, variant["unit"]) or {}
         found = report.get("failure")
         if not found:  # the supervisor itself did not get that far: systemd's own lines say why
             known = signatures.load_signatures(records.read_json(self.layout.signatures))

@@ -2,9 +2,11 @@
 
 import json
 import os
+import subprocess
 import threading
 
 import pytest
+from ansible_collections.swapgate.core.plugins.host_program import transaction
 from ansible_collections.swapgate.core.plugins.module_utils import foreign, records
 from ansible_collections.swapgate.core.plugins.module_utils.text import printable
 from hypothesis import given
@@ -114,3 +116,48 @@ def test_nothing_printable_moves_a_cursor(text):
     shown = printable(text)
     assert all(sign.isprintable() or sign == "\u00a0" or sign.isspace() for sign in shown)
     assert not set(shown) & set("\x1b\x07\x08\r\n\x0b\x0c\x9b\u2028\u2029\u202e\u2066")
+
+
+def test_the_lock_is_roots_alone_also_where_an_older_swapgate_left_one(tmp_path):
+    layout = records.Layout(str(tmp_path))
+    layout.lock.parent.mkdir(parents=True)
+    layout.lock.touch(0o644)
+    with transaction.locked(layout, "a test"):
+        assert layout.lock.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(transaction.Busy, match="a swap is running: a test since"), transaction.locked(layout, "b"):
+            pass
+    layout.lock.unlink()
+    layout.lock.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError), transaction.locked(layout, "a test"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_nobody_else_can_hold_the_lock(tmp_path):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    layout = records.Layout(str(tmp_path))
+    with transaction.locked(layout, "a test"):
+        pass
+    words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "flock", "-n", str(layout.lock), "true"]
+    assert subprocess.run(words, capture_output=True, check=False).returncode != 0
+
+
+def test_whatever_is_there_is_removed(tmp_path):
+    for leave in (fifo, folder, link, deep):
+        place = tmp_path / leave.__name__ / "load.json"
+        place.parent.mkdir()
+        leave(place)
+        records.remove(place)
+        assert not os.path.lexists(place)
+    assert (tmp_path / "link/secret").exists()
+    records.remove(tmp_path / "nothing")
+
+
+def test_state_and_history_are_not_for_every_local_user(tmp_path):
+    layout = records.Layout(str(tmp_path))
+    layout.state_dir.mkdir(parents=True)
+    layout.history.touch(0o644)
+    records.append_history(layout, {"id": "a"})
+    assert layout.history.stat().st_mode & 0o777 == 0o640

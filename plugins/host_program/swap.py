@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from ..module_utils import diagnosis, identity, processes, records, signatures, units
+from ..module_utils.text import SHOWN, printable
 from . import collective, collective_check, engine_api, gpus, preflight, shared_memory, systemd
 from .installed import active_units, api_key, data_file, managed_units, managed_variants, service_user
 
@@ -47,8 +48,6 @@ LINKS_LIMIT_S = 60.0
 CONFIRM_PROBE_EVERY_S = 15.0
 # After one probe without an answer, or tokens that stand still under load: a long prompt must not look like a hang.
 CONFIRM_LAST_PROBE_S = 45.0
-# What any step can end with besides SwapFailed.
-STEP_ERRORS = (systemd.SystemdError, records.RecordError, OSError, subprocess.SubprocessError, KeyError)
 
 
 class SwapFailed(Exception):
@@ -57,7 +56,7 @@ class SwapFailed(Exception):
     def __init__(self, what: str, kind: str = "unknown", **more: Any) -> None:
         super().__init__(what)
         self.cause: JsonDict = {
-            "what": what,
+            "what": printable(what, 4 * SHOWN),  # parts of it are an engine's or a log's words
             "class": kind,
             "phase": None,
             "root_cause": None,
@@ -94,7 +93,7 @@ class Swap:
     def save(self) -> None:
         """Write the state file."""
         try:
-            records.write_json(self.layout.state, self.state)
+            records.write_json(self.layout.state, self.state, records.PRIVATE)
         except OSError as error:
             if not self._may_lose_record:
                 raise
@@ -283,7 +282,8 @@ class Swap:
         failed = SwapFailed(": ".join(filter(None, (what, found.get("what")))), found.get("class") or "unknown")
         for key in ("root_cause", "signature", "remedy", "context"):
             if found.get(key):
-                failed.cause[key] = found[key]
+                shown = found[key]
+                failed.cause[key] = [printable(one) for one in shown] if key == "context" else printable(shown)
         return failed
 
     def probe(self, variant: JsonDict, limit_s: float = PROBE_LIMIT_S) -> str:
@@ -441,7 +441,7 @@ class Swap:
             changed = self._changed_below(good, preflight.load_release(self.layout, good["release"]))
             if changed:
                 cause = dict(cause, remedy=_and_then(cause.get("remedy"), good["variant"], changed))
-        except (SwapFailed, *STEP_ERRORS) as error:
+        except Exception as error:
             if not self._left_to_boot():
                 self.swap["rollback_cause"] = as_cause(error, self.swap["phase"])
                 self.end("failed", cause)
@@ -470,11 +470,12 @@ class Swap:
             self.roll_back(cause, "recovered")
 
     def run(self, confirm_within_s: float = 0.0) -> None:
-        """The whole story; the outcome is in the record."""
+        """The whole story; the outcome is in the record. Whatever a step raises, a swap that stopped something goes
+        back: an error of our own, or one that an engine's answer provoked, must not end in silence."""
         release = self.swap["to"]["release"]
         try:
             variant = self._before_the_stop(release)
-        except (SwapFailed, *STEP_ERRORS) as error:
+        except Exception as error:
             self.end("refused", as_cause(error, self.swap["phase"]))
             return
         if variant is None:
@@ -491,7 +492,7 @@ class Swap:
                 self.wait_confirmed(variant, confirm_within_s)
             self.phase("commit")
             self.commit(variant, release, answer)
-        except (SwapFailed, *STEP_ERRORS) as error:
+        except Exception as error:
             self.roll_back(as_cause(error, self.swap["phase"]))
             return
         self.end("swapped")
@@ -642,7 +643,9 @@ class Swap:
 
 def as_cause(error: Exception, phase: str | None) -> JsonDict:
     """Any step's error as a CAUSE."""
-    cause = error.cause if isinstance(error, SwapFailed) else SwapFailed(str(error) or repr(error), "host").cause
+    expected = (systemd.SystemdError, records.RecordError, OSError, subprocess.SubprocessError)
+    what = str(error) if isinstance(error, expected) and str(error) else repr(error)
+    cause = error.cause if isinstance(error, SwapFailed) else SwapFailed(what, "host").cause
     return dict(cause, phase=cause["phase"] or phase)
 
 

@@ -38,6 +38,8 @@ from typing import Any
 from . import foreign
 
 SCHEMA = 1
+# State and history hold lines of the engine's log, and those what clients asked.
+PRIVATE = 0o640
 # load.json, as `foreign.fit` takes it: the engine's user writes it. See supervisor.py for what it means.
 LOAD: dict[str, Any] = {
     **{"unit": str, "variant": str, "state": str, "pid": (int,), "started_unix": float, "updated_unix": float},
@@ -186,6 +188,7 @@ def read_state(layout: Layout) -> JsonDict:
 def append_history(layout: Layout, swap: JsonDict) -> None:
     """One ended swap as one line, synced."""
     with layout.history.open("a+b") as out:
+        os.fchmod(out.fileno(), PRIVATE)
         if out.seek(0, os.SEEK_END):
             out.seek(-1, os.SEEK_END)
             if out.read() != b"\n":  # a line that a power failure cut; it must not swallow this one

@@ -36,6 +36,8 @@ LOOK_LIMIT_S = 1.0
 # Beyond the unit's own limits, which systemd enforces.
 GRACE_S = 30.0
 PROBE_LIMIT_S = 120.0
+# For a port that a process of somebody else took while the last good variant has to come back.
+PORT_PATIENCE_S = 3600.0
 SOAK_PROBE_EVERY_S = 5.0
 # A probe of the soak may take this many times what the first one took, and never less than the floor.
 SOAK_PROBE_FACTOR = 3.0
@@ -194,20 +196,36 @@ class Swap:
         """Every token that the variant's server has worked on so far; None where it does not tell."""
         return (engine_api.load(variant["bind"], variant["port"], LOOK_LIMIT_S) or {}).get("tokens")
 
-    def wait_free(self, variant: JsonDict) -> None:
+    def wait_free(self, variant: JsonDict, patient: bool = False) -> None:
         """Wait until the port and every GPU of the variant are free; name who holds them when they do not get so.
 
         Whatever is left of an engine's unit holds its memory until it is gone, be it too little to count as busy.
+        ``patient`` on the way back: a port that somebody took is waited for, since there is no service without it.
         """
-        deadline = time.monotonic() + variant["free_timeout_s"]
+        begun = time.monotonic()
+        deadline = begun + variant["free_timeout_s"]
+        said = ""
         watch = gpus.FreeWatch(self.layout, variant)
         while True:
             taken = [str(holder) for holder in processes.port_holders(variant["port"])]
-            blocked = ["port {} is held by {}".format(variant["port"], holder) for holder in taken]
-            blocked += [f"{process} is not gone" for process in processes.members(managed_units(self.layout))]
-            blocked += watch.blocked(time.monotonic())
+            thief = ["port {} is held by {}".format(variant["port"], holder) for holder in taken]
+            held = [f"{process} is not gone" for process in processes.members(managed_units(self.layout))]
+            held += watch.blocked(time.monotonic())
+            blocked = thief + held
             if not blocked:
+                self.swap.pop("waits_for", None)
                 return
+            if patient and thief and not held and time.monotonic() < begun + PORT_PATIENCE_S:
+                if "; ".join(thief) != said:
+                    said = "; ".join(thief)
+                    self.swap["waits_for"] = said
+                    self.save()
+                    self.say(f"{said}: there is no service until it lets go. End it, and the way back goes on")
+                if self._left_to_boot():
+                    raise SwapFailed("the host goes down", "host")
+                deadline = time.monotonic() + variant["free_timeout_s"]
+                time.sleep(1.0)
+                continue
             if watch.hopeless:
                 raise SwapFailed("the GPUs never get free ({}): {}".format(watch.hopeless, "; ".join(blocked)), "host")
             if time.monotonic() > deadline:
@@ -384,7 +402,7 @@ class Swap:
         self.phase(prefix + "install")
         variant = self.install(release)
         self.phase(prefix + "free")
-        self.wait_free(variant)
+        self.wait_free(variant, patient=bool(prefix))
         if not variant.get("private_shm", True):
             user = service_user(self.layout, variant["unit"])
             shared_memory.remove_stale(pwd.getpwnam(user).pw_uid, self.say)

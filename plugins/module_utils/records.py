@@ -15,6 +15,7 @@ SWAP
      "cause": null | CAUSE, "rollback_cause": null | CAUSE, "service_lost_s": monotonic s of this boot | null,
      "seconds_without_service": s | null, "streams": null | {"running": at the stop, "lost": cut off by it},
      "ended_unix": null | s, "preflight": null | report of preflight,
+     "waits_for": who holds the port of the last good variant, while it waits for that one; else not there,
      "confirm_within_s": null | s it may wait in phase `confirm`, which began at "phase_since_unix"}
 OUTCOME, a closed list
     swapped | unchanged | refused | rolled_back | recovered | failed

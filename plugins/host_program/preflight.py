@@ -294,7 +294,7 @@ def _unit_file(layout: records.Layout, release: str, variant: JsonDict) -> list[
 
 def account_of(text: str) -> dict[str, Any]:
     """The account of a unit file's User= line, as keyword arguments for subprocess."""
-    user = next((line[5:] for line in text.splitlines() if line.startswith("User=")), "root")
+    user = next((line[5:] for line in text.split("\n") if line.startswith("User=")), "root")
     entry = pwd.getpwnam(user)
     groups = [group.gr_gid for group in grp.getgrall() if user in group.gr_mem]
     return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": groups}

@@ -241,7 +241,7 @@ class Bench:
         self.identity = load_identity(variant, self.layout)
         file = self.layout.units / unit
         text = file.read_text(encoding="utf-8") if file.exists() else ""
-        progress = records.read_if_there(self.layout.unit_runtime(unit) / "load.json") or {}
+        progress = records.read_load(self.layout, unit) or {}
         method = preflight.flag_json(self.argv, "--speculative-config")
         release = units.release_id(text, variant) if text else None
         preflight_report = preflight_of(self.layout, release)

@@ -41,7 +41,7 @@ def check_unit(text: str, argv: Sequence[str], limit_s: float) -> str:
     """The text of a variant's unit with ``argv`` as its command, run once and ended after ``limit_s``."""
     kept = []
     skipping = False
-    for line in text.partition("\n[Install]")[0].splitlines():
+    for line in text.partition("\n[Install]")[0].split("\n"):
         skipping = skipping or line.startswith(("#", *_SERVER_ONLY))
         if not skipping:
             kept.append(line)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import http.client
 import json
 import socket
+import threading
 from typing import Any
 
 from ..module_utils import metrics
+from ..module_utils.text import printable
 
 # A question with one right continuation: greedy, so that a model gives the same answer each time.
 PROBE_PROMPT = "The capital of France is"
 PROBE_TOKENS = 8
+# The metrics page of a busy engine has some 100 KiB.
+ANSWER_LIMIT = 16 << 20
+# What an answer that is no answer can do to whoever takes it apart.
+NOT_AN_ANSWER = (ValueError, KeyError, IndexError, TypeError, OverflowError, RecursionError)
 
 
 # What the engine's access log prints for each of this process's latest requests, as far as its own socket tells.
@@ -51,23 +58,44 @@ def request(
     api_key: str | None = None,
     limit_s: float = 10.0,
 ) -> str:
-    """The body of one answer; EngineError on anything but status 200. ``limit_s`` bounds each wait for bytes."""
+    """The body of one answer; EngineError on anything but status 200, and on one of more than ANSWER_LIMIT bytes.
+
+    ``limit_s`` bounds the whole call: an engine that sends a byte now and then is as good as silent.
+    """
     connection = connect(bind, port, limit_s)
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        with contextlib.suppress(OSError, AttributeError):  # not connected yet, or not any more
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
     try:
         connection.connect()
         own, its_port = connection.sock.getsockname()[:2]
         asked.append(f'{own}:{its_port} - "{method} {path} HTTP/1.1" 200'.encode())
         connection.request(method, path, json.dumps(body) if body is not None else None, headers(api_key))
         answer = connection.getresponse()
-        text = answer.read().decode("utf-8", "replace")
-    except (OSError, http.client.HTTPException) as error:
+        raw = answer.read(ANSWER_LIMIT + 1)
+        if over.is_set():
+            raise TimeoutError
+    except (OSError, http.client.HTTPException, ValueError) as error:
         # Before Python 3.10 a socket's time limit is an error of its own.
-        kind = EngineSilent if isinstance(error, (TimeoutError, socket.timeout)) else EngineError
-        raise kind(f"{method} {path}: {error or type(error).__name__}") from error
+        silent = over.is_set() or isinstance(error, (TimeoutError, socket.timeout))
+        kind = EngineSilent if silent else EngineError
+        what = f"timed out after {limit_s:g} s" if silent else str(error) or type(error).__name__
+        raise kind(printable(f"{method} {path}: {what}")) from error
     finally:
+        timer.cancel()
         connection.close()
+    if len(raw) > ANSWER_LIMIT:
+        raise EngineError(f"{method} {path}: an answer of more than {ANSWER_LIMIT >> 20} MiB")
+    text = raw.decode("utf-8", "replace")
     if answer.status != http.HTTPStatus.OK:
-        raise EngineError(f"{method} {path}: status {answer.status}: {text.strip():.200}")
+        raise EngineError(f"{method} {path}: status {answer.status}: {printable(text.strip(), 200)}")
     return text
 
 
@@ -87,8 +115,8 @@ def complete(
         answer = json.loads(text)
         written = str(answer["choices"][0]["text"])
         tokens = int(answer["usage"]["completion_tokens"])
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise EngineError(f"POST /v1/completions: not a completion: {text:.200}") from error
+    except NOT_AN_ANSWER as error:
+        raise EngineError(f"POST /v1/completions: not a completion: {printable(text, 200)}") from error
     if tokens < 1:
         raise EngineError("POST /v1/completions: an answer without a token")
     return written
@@ -99,8 +127,8 @@ def served_names(bind: str, port: int, api_key: str | None = None, limit_s: floa
     text = request(bind, port, "GET", "/v1/models", None, api_key, limit_s)
     try:
         return [str(model["id"]) for model in json.loads(text)["data"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise EngineError(f"GET /v1/models: not a list of models: {text:.200}") from error
+    except NOT_AN_ANSWER as error:
+        raise EngineError(f"GET /v1/models: not a list of models: {printable(text, 200)}") from error
 
 
 def samples(bind: str, port: int, limit_s: float = 5.0) -> list[metrics.Sample]:

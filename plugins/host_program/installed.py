@@ -117,7 +117,7 @@ def migrate(layout: records.Layout, say: Callable[[str], None]) -> None:
         variant = records.read_if_there(layout.release(good["release"]) / "variant.json")
         if variant:
             good.update(identity.record(variant))
-            records.write_json(layout.state, state)
+            records.write_json(layout.state, state, records.PRIVATE)
 
 
 def service_user(layout: records.Layout, unit: str) -> str:

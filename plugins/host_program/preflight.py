@@ -18,7 +18,6 @@ import json
 import os
 import pwd
 import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -26,7 +25,8 @@ from typing import Any, Callable, TypeVar
 
 from ..module_utils import identity as identities
 from ..module_utils import model_manifest, processes, records, units, versions
-from . import gpus, installed, systemd
+from ..module_utils.text import SHOWN, printable
+from . import aside, gpus, installed, systemd
 
 ENGINE_CHECK_LIMIT_S = 600.0
 LOOK_LIMIT_S = 60.0
@@ -227,37 +227,21 @@ def within(limit_s: float, folder: str, look: Callable[[], T]) -> T:
     return found[0]
 
 
-def _readable(variant: JsonDict, account: dict[str, Any]) -> list[str]:
+def _readable(variant: JsonDict, text: str) -> list[str]:
     """Whether the service user gets at the model and the interpreter: cheap, so never taken from an earlier report."""
     path = variant["model"]["path"]
-    seen = _as_service_user(["find", "-L", path, "!", "-readable", "-print", "-quit"], account)
-    if seen.returncode != 0 or seen.stdout.strip():
-        what = (seen.stdout.strip() or seen.stderr.strip()).splitlines()[-1]
+    seen = aside.run(text, ["find", "-L", path, "!", "-readable", "-print", "-quit"], {}, LOOK_LIMIT_S)
+    if seen.code != 0 or seen.out.strip():
+        what = (seen.out.strip() or seen.err.strip() or f"find {seen.how}").splitlines()[-1]
         return [f"the service user cannot read the model: {what}. Give it the right: files 0644, folders 0755."]
     python = variant["engine"]["venv"] + "/bin/python"
-    started = _as_service_user([python, "-c", ""], account)
-    if started.returncode != 0:
-        code = started.returncode
-        how = f"ended of signal {-code}" if code < 0 else f"ended with status {code}"
-        said = (started.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-        return [f"{python} {how} for the service user: {said}. Remove the virtualenv and run the deploy again."]
+    started = aside.run(text, [python, "-c", ""], {}, LOOK_LIMIT_S)
+    if started.code != 0:
+        return [
+            f"{python} {started.how} for the service user: {started.last}. Remove the virtualenv and run the deploy "
+            "again."
+        ]
     return []
-
-
-def _as_service_user(command: list[str], account: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            cwd="/",
-            check=False,
-            text=True,
-            timeout=LOOK_LIMIT_S,
-            **account,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
 def _venv_stamp(venv: str) -> list[int]:
@@ -318,14 +302,9 @@ def _unit_file(layout: records.Layout, release: str, variant: JsonDict) -> list[
     return systemd.verify(str(layout.release(release) / variant["unit"]))
 
 
-def service_account(variant: JsonDict, layout: records.Layout, release: str) -> dict[str, Any]:
-    """The account of the unit's User= line, as keyword arguments for subprocess."""
-    return account_of((layout.release(release) / variant["unit"]).read_text(encoding="utf-8"))
-
-
 def account_of(text: str) -> dict[str, Any]:
     """The account of a unit file's User= line, as keyword arguments for subprocess."""
-    user = next((line[5:] for line in text.splitlines() if line.startswith("User=")), "root")
+    user = next((line[5:] for line in text.split("\n") if line.startswith("User=")), "root")
     entry = pwd.getpwnam(user)
     groups = [group.gr_gid for group in grp.getgrall() if user in group.gr_mem]
     return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": groups}
@@ -337,31 +316,21 @@ def ask_engine(variant: JsonDict, layout: records.Layout, release: str) -> JsonD
     Its stage is `silent` where no answer came in time, and `import` where the interpreter did not get as far as one.
     """
     script = Path(__file__).with_name("engine_check.py")
-    environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **variant["env"]}
     command = [variant["engine"]["venv"] + "/bin/python", str(script)]
+    text = (layout.release(release) / variant["unit"]).read_text(encoding="utf-8")
+    given = json.dumps({"argv": variant["argv"][2:]})
     try:
-        done = subprocess.run(
-            command,
-            input=json.dumps({"argv": variant["argv"][2:]}),
-            capture_output=True,
-            env=environment,
-            cwd="/",
-            timeout=ENGINE_CHECK_LIMIT_S,
-            check=False,
-            text=True,
-            **service_account(variant, layout, release),
-        )
-        report = json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return {"ok": False, "stage": "silent", "error": f"no answer in {ENGINE_CHECK_LIMIT_S:.0f} s"}
+        done = aside.run(text, command, variant["env"], ENGINE_CHECK_LIMIT_S, given)
     except (OSError, KeyError) as error:
         return {"ok": False, "stage": "import", "error": f"cannot run {command[0]}: {error}"}
-    except (ValueError, IndexError):
-        code = done.returncode
-        last = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-        how = f"ended of signal {-code}" if code < 0 else f"ended with status {code}"
-        return {"ok": False, "stage": "import", "error": f"the engine's interpreter {how}: {last}"}
-    return dict(report)
+    if done.code is None:
+        return {"ok": False, "stage": "silent", "error": f"no answer in {ENGINE_CHECK_LIMIT_S:.0f} s"}
+    try:
+        report = json.loads(done.out.strip().splitlines()[-1])
+        return dict(report, error=report["error"] and printable(report["error"], 4 * SHOWN))
+    except (ValueError, IndexError, KeyError, TypeError, RecursionError):
+        what = printable(f"the engine's interpreter {done.how}: {done.last}")
+        return {"ok": False, "stage": "import", "error": what}
 
 
 def _hold_against(variant: JsonDict, answer: JsonDict) -> JsonDict:
@@ -446,7 +415,7 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
     collect("enabled", _enabled(managed))
     collect("unit", _unit_file(layout, release, variant))
     if not report["problems"]:
-        collect("readable", _readable(variant, service_account(variant, layout, release)))
+        collect("readable", _readable(variant, (layout.release(release) / variant["unit"]).read_text(encoding="utf-8")))
     if not report["problems"]:
         on_step("engine")
         stamp = _venv_stamp(variant["engine"]["venv"])

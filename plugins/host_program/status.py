@@ -47,7 +47,7 @@ def status(layout: records.Layout) -> JsonDict:
                 "restarts": int(now.get("NRestarts") or 0),
                 "enabled": systemd.is_enabled(variant["unit"]),
                 "since": now.get("ActiveEnterTimestamp", ""),
-                "load": records.read_if_there(layout.unit_runtime(variant["unit"]) / "load.json"),
+                "load": records.read_load(layout, variant["unit"]),
             }
         )
         if now["ActiveState"] == "active":

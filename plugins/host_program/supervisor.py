@@ -30,8 +30,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..module_utils import diagnosis, load_watch, phases, processes, progress, records
+from ..module_utils import diagnosis, foreign, load_watch, phases, processes, progress, records
 from ..module_utils.signatures import Signatures
+from ..module_utils.text import printable
 from . import engine_api, gpus, systemd
 
 RETRY_IS_USELESS = 42
@@ -50,6 +51,7 @@ MOVES_S = 10.0
 EXTENSION_US = 4000 * 1000 * 1000
 WORK_S = 3.0
 TAIL_LINES = 4000
+TAIL_LINE = 1024
 # A stop during a load: the engine swallows the first SIGTERM, and the second ends it within about 10 s.
 LOADING_TERM_AGAIN_S = 3.0
 KILL_AFTER_S = 10.0
@@ -68,6 +70,8 @@ READ_NOISE_BYTES = 1 << 20
 CPU_NOISE = 0.10
 LONGEST_LINE = 65536
 PR_SET_CHILD_SUBREAPER = 36
+# loads/UNIT.json, which the engine's user can write; load_watch.merge_history makes it.
+HISTORY = {"loads": [{"total_s": float, "phases": dict.fromkeys(phases.PHASES, (float,))}]}
 
 
 class Probe:
@@ -86,8 +90,8 @@ class Probe:
             if names:  # that of a server that is ours does not change while it runs
                 self.served = engine_api.served_names(bind, port, api_key)
             engine_api.complete(bind, port, name, max_tokens, api_key=api_key, limit_s=PROBE_LIMIT_S)
-        except engine_api.EngineError as error:
-            self.error, self.silent = str(error), isinstance(error, engine_api.EngineSilent)
+        except Exception as error:  # without an error this thread says that the engine answered
+            self.error, self.silent = str(error) or repr(error), isinstance(error, engine_api.EngineSilent)
 
     @property
     def done(self) -> bool:
@@ -105,7 +109,7 @@ class Supervisor:
         self.signatures = signatures
         self.folder = layout.unit_runtime(variant["unit"])
         self.history_file = layout.home / "loads" / (variant["unit"][: -len(".service")] + ".json")
-        self.history = records.read_if_there(self.history_file)
+        self.history = foreign.read_object(self.history_file, HISTORY)
         limits = None
         if variant.get("stall_timeout_s"):
             limits = {phase: float(variant["stall_timeout_s"]) for phase in phases.PHASES}
@@ -170,6 +174,7 @@ class Supervisor:
         # Workers that lose their parent come to us, not to init: nothing of this unit escapes the stop.
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o750)  # log lines can hold what clients asked
         taken = processes.listening_inodes(self.variant["port"])
         if taken:
             self._fail("port {} is already in use".format(self.variant["port"]), "host", PORT_TAKEN)
@@ -247,7 +252,7 @@ class Supervisor:
     def _keep(self, text: str) -> None:
         lines = (self.partial + text).split("\n")
         self.partial = lines.pop()[-LONGEST_LINE:]
-        self.tail.extend(lines)
+        self.tail.extend(line[:TAIL_LINE] for line in lines)
         if self.state in ("loading", "ready"):
             for line in lines:
                 self.scanner.feed(line)
@@ -507,10 +512,10 @@ class Supervisor:
             "failure": self.failure,
         }
         with contextlib.suppress(OSError):
-            records.write_json(self.folder / "load.json", report)
+            records.write_json(self.folder / "load.json", report, 0o640)
             if self.state != "loading" or now - self.tail_at >= TAIL_S:
                 self.tail_at = now
-                records.write_atomic(self.folder / "tail.log", "\n".join(self.tail) + "\n")
+                records.write_atomic(self.folder / "tail.log", "\n".join(self.tail) + "\n", 0o640)
         if self.state == "loading":
             status = "loading {}: {} {:.0f} %, {:.0f} s elapsed, {}".format(
                 self.variant["name"],
@@ -525,7 +530,7 @@ class Supervisor:
             systemd.notify("STATUS=" + status + (f"\nEXTEND_TIMEOUT_USEC={EXTENSION_US:d}" if moves else ""))
         elif self.state == "failed" and self.failure is not None:
             systemd.notify(
-                "STATUS=failed: {}".format(str(self.failure.get("root_cause") or self.failure["what"])[:400])
+                "STATUS=failed: {}".format(printable(self.failure.get("root_cause") or self.failure["what"], 400))
             )
 
 

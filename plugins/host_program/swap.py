@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from ..module_utils import diagnosis, identity, processes, progress, records, signatures, units
+from ..module_utils.text import SHOWN, printable
 from . import collective, collective_check, engine_api, gpus, jobs, preflight, shared_memory, systemd
 from .installed import active_units, api_key, data_file, managed_units, managed_variants, service_user
 
@@ -35,6 +36,8 @@ LOOK_LIMIT_S = 1.0
 # Beyond the unit's own limits, which systemd enforces.
 GRACE_S = 30.0
 PROBE_LIMIT_S = 120.0
+# For a port that a process of somebody else took while the last good variant has to come back.
+PORT_PATIENCE_S = 3600.0
 SOAK_PROBE_EVERY_S = 5.0
 # A probe of the soak may take this many times what the first one took, and never less than the floor.
 SOAK_PROBE_FACTOR = 3.0
@@ -47,8 +50,6 @@ LINKS_LIMIT_S = 60.0
 CONFIRM_PROBE_EVERY_S = 15.0
 # After one probe without an answer, or tokens that stand still under load: a long prompt must not look like a hang.
 CONFIRM_LAST_PROBE_S = 45.0
-# What any step can end with besides SwapFailed.
-STEP_ERRORS = (systemd.SystemdError, records.RecordError, OSError, subprocess.SubprocessError, KeyError)
 
 
 class SwapFailed(Exception):
@@ -57,7 +58,7 @@ class SwapFailed(Exception):
     def __init__(self, what: str, kind: str = "unknown", **more: Any) -> None:
         super().__init__(what)
         self.cause: JsonDict = {
-            "what": what,
+            "what": printable(what, 4 * SHOWN),  # parts of it are an engine's or a log's words
             "class": kind,
             "phase": None,
             "root_cause": None,
@@ -94,7 +95,7 @@ class Swap:
     def save(self) -> None:
         """Write the state file."""
         try:
-            records.write_json(self.layout.state, self.state)
+            records.write_json(self.layout.state, self.state, records.PRIVATE)
         except OSError as error:
             if not self._may_lose_record:
                 raise
@@ -207,20 +208,36 @@ class Swap:
         """Every token that the variant's server has worked on so far; None where it does not tell."""
         return (engine_api.load(variant["bind"], variant["port"], LOOK_LIMIT_S) or {}).get("tokens")
 
-    def wait_free(self, variant: JsonDict) -> None:
+    def wait_free(self, variant: JsonDict, patient: bool = False) -> None:
         """Wait until the port and every GPU of the variant are free; name who holds them when they do not get so.
 
         Whatever is left of an engine's unit holds its memory until it is gone, be it too little to count as busy.
+        ``patient`` on the way back: a port that somebody took is waited for, since there is no service without it.
         """
-        deadline = time.monotonic() + variant["free_timeout_s"]
+        begun = time.monotonic()
+        deadline = begun + variant["free_timeout_s"]
+        said = ""
         watch = gpus.FreeWatch(self.layout, variant)
         while True:
             taken = [str(holder) for holder in processes.port_holders(variant["port"])]
-            blocked = ["port {} is held by {}.".format(variant["port"], holder) for holder in taken]
-            blocked += [f"{process} is not gone." for process in processes.members(managed_units(self.layout))]
-            blocked += watch.blocked(time.monotonic())
+            thief = ["port {} is held by {}.".format(variant["port"], holder) for holder in taken]
+            held = [f"{process} is not gone." for process in processes.members(managed_units(self.layout))]
+            held += watch.blocked(time.monotonic())
+            blocked = thief + held
             if not blocked:
+                self.swap.pop("waits_for", None)
                 return
+            if patient and thief and not held and time.monotonic() < begun + PORT_PATIENCE_S:
+                if " ".join(thief) != said:
+                    said = " ".join(thief)
+                    self.swap["waits_for"] = said
+                    self.save()
+                    self.say(f"{said} There is no service until it lets go. End it, and the way back goes on.")
+                if self._left_to_boot():
+                    raise SwapFailed("the host goes down", "host")
+                deadline = time.monotonic() + variant["free_timeout_s"]
+                time.sleep(1.0)
+                continue
             if watch.hopeless:
                 raise SwapFailed("the GPUs never get free ({}): {}".format(watch.hopeless, " ".join(blocked)), "host")
             if time.monotonic() > deadline:
@@ -243,8 +260,8 @@ class Swap:
         """Ask for the start; the wait is `watch`."""
         unit = variant["unit"]
         systemd.systemctl("reset-failed", unit, check=False)
-        with contextlib.suppress(FileNotFoundError):
-            (self.layout.unit_runtime(unit) / "load.json").unlink()
+        with contextlib.suppress(OSError):  # what cannot be removed is no reason to stay without service
+            records.remove(self.layout.unit_runtime(unit) / "load.json")
         self._asked_unix = time.time()
         systemd.systemctl("start", "--no-block", unit)
 
@@ -281,13 +298,13 @@ class Swap:
         end = time.monotonic() + POLL_S
         while time.monotonic() < end:
             time.sleep(LOAD_POLL_S)
-            report = records.read_if_there(self.layout.unit_runtime(unit) / "load.json") or {}
-            if report.get("state", "loading") != "loading":
+            report = records.read_load(self.layout, unit)
+            if report and report["state"] != "loading":
                 return
 
     def explain(self, variant: JsonDict, what: str) -> SwapFailed:
         """A failure with what the supervisor found out about it."""
-        report = records.read_if_there(self.layout.unit_runtime(variant["unit"]) / "load.json") or {}
+        report = records.read_load(self.layout, variant["unit"]) or {}
         found = report.get("failure")
         if not found:  # the supervisor itself did not get that far: systemd's own lines say why
             known = signatures.load_signatures(records.read_json(self.layout.signatures))
@@ -295,7 +312,8 @@ class Swap:
         failed = SwapFailed(": ".join(filter(None, (what, found.get("what")))), found.get("class") or "unknown")
         for key in ("root_cause", "signature", "remedy", "context"):
             if found.get(key):
-                failed.cause[key] = found[key]
+                shown = found[key]
+                failed.cause[key] = [printable(one) for one in shown] if key == "context" else printable(shown)
         return failed
 
     def probe(self, variant: JsonDict, limit_s: float = PROBE_LIMIT_S) -> str:
@@ -396,7 +414,7 @@ class Swap:
         self.phase(prefix + "install")
         variant = self.install(release)
         self.phase(prefix + "free")
-        self.wait_free(variant)
+        self.wait_free(variant, patient=bool(prefix))
         if not variant.get("private_shm", True):
             user = service_user(self.layout, variant["unit"])
             shared_memory.remove_stale(pwd.getpwnam(user).pw_uid, self.say)
@@ -455,7 +473,7 @@ class Swap:
             changed = self._changed_below(good, preflight.load_release(self.layout, good["release"]))
             if changed:
                 cause = dict(cause, remedy=_and_then(cause.get("remedy"), good["variant"], changed))
-        except (SwapFailed, *STEP_ERRORS) as error:
+        except Exception as error:
             if not self._left_to_boot():
                 self.swap["rollback_cause"] = as_cause(error, self.swap["phase"])
                 self.end("failed", cause)
@@ -484,11 +502,12 @@ class Swap:
             self.roll_back(cause, "recovered")
 
     def run(self, confirm_within_s: float = 0.0) -> None:
-        """The whole story; the outcome is in the record."""
+        """The whole story; the outcome is in the record. Whatever a step raises, a swap that stopped something goes
+        back: an error of our own, or one that an engine's answer provoked, must not end in silence."""
         release = self.swap["to"]["release"]
         try:
             variant = self._before_the_stop(release)
-        except (SwapFailed, *STEP_ERRORS) as error:
+        except Exception as error:
             self.end("refused", as_cause(error, self.swap["phase"]))
             return
         if variant is None:
@@ -505,7 +524,7 @@ class Swap:
                 self.wait_confirmed(variant, confirm_within_s)
             self.phase("commit")
             self.commit(variant, release, answer)
-        except (SwapFailed, *STEP_ERRORS) as error:
+        except Exception as error:
             self.roll_back(as_cause(error, self.swap["phase"]))
             return
         self.end("swapped")
@@ -652,7 +671,9 @@ class Swap:
 
 def as_cause(error: Exception, phase: str | None) -> JsonDict:
     """Any step's error as a CAUSE."""
-    cause = error.cause if isinstance(error, SwapFailed) else SwapFailed(str(error) or repr(error), "host").cause
+    expected = (systemd.SystemdError, records.RecordError, OSError, subprocess.SubprocessError)
+    what = str(error) if isinstance(error, expected) and str(error) else repr(error)
+    cause = error.cause if isinstance(error, SwapFailed) else SwapFailed(what, "host").cause
     return dict(cause, phase=cause["phase"] or phase)
 
 

@@ -22,7 +22,10 @@ class SystemdError(Exception):
 
 
 def notify(message: str) -> None:
-    """Send ``message`` to the service manager; silently nothing outside a unit of Type=notify."""
+    """Send ``message``, a line a setting, to the service manager; silently nothing outside a unit of Type=notify.
+
+    Texts of others in it must be printable: a line of theirs would be a setting.
+    """
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import shutil
 import time
 import uuid
@@ -22,6 +23,8 @@ JsonDict = dict[str, Any]
 
 SWAP_UNIT = "swapgate-swap.service"
 LOCK_LIMIT_S = 20.0
+# Without it nobody goes back to the last good variant, and what holds the lock meanwhile (a check of the links) ends.
+RESOLVE_LIMIT_S = 900.0
 LOCK_POLL_S = 0.2
 # A oneshot unit is activating while it runs.
 UNDER_WAY = ("activating", "deactivating")
@@ -36,7 +39,10 @@ def locked(layout: records.Layout, owner: str, limit_s: float = 0.0) -> Iterator
     """Hold the host's one lock, waited for at most ``limit_s``. The kernel frees it with the process."""
     layout.lock.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + limit_s
-    with open(layout.lock, "a+", encoding="utf-8") as file:
+    # Who can open the file can hold the lock: that is root alone.
+    handle = os.open(layout.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(handle, "r+", encoding="utf-8", errors="replace") as file:
+        os.fchmod(handle, 0o600)  # an older swapgate let everybody read it
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,7 +170,7 @@ def what_changes(layout: records.Layout, good: JsonDict | None, release: str) ->
 
 def resolve(layout: records.Layout, say: Callable[[str], None]) -> int:
     """Finish a swap that was cut off: the last good variant comes back. ExecStopPost of the swap's unit."""
-    with locked(layout, "resolve", LOCK_LIMIT_S):
+    with locked(layout, "resolve", RESOLVE_LIMIT_S):
         migrate(layout, say)
         state = records.read_state(layout)
         if unfinished(state):

@@ -52,6 +52,7 @@ STALL_LIMITS_S: dict[str, float] = {
     READY: float("inf"),
 }
 
+_CHANGES_KEPT = 64
 # Loads of a history that the time left is reckoned from.
 RECENT_LOADS = 3
 
@@ -169,7 +170,8 @@ class LoadWatch:
                 self._last_line = line.shown.strip()[:300]
             change = change_of(line)
             # The engine says it twice, once with the reason and once per process without.
-            if change and not any(known.startswith(change) for known in self._changes):
+            few = len(self._changes) < _CHANGES_KEPT
+            if change and few and not any(known.startswith(change) for known in self._changes):
                 self._changes.setdefault(change)
         if moved:
             self._strong_s = now_s

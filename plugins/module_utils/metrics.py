@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_POSITION = re.compile("[0-9]{1,3}")
 
 Sample = tuple[str, dict[str, str], float]
 
@@ -26,8 +28,8 @@ def parse(text: str) -> list[Sample]:
 
 
 def total(samples: list[Sample], name: str) -> float | None:
-    """The sum of a metric over its labels, or None when the page does not have it."""
-    values = [value for found, _, value in samples if found == name]
+    """The sum of a metric over its labels, or None when the page does not have it, or no number for it."""
+    values = [value for found, _, value in samples if found == name and math.isfinite(value)]
     return sum(values) if values else None
 
 
@@ -56,7 +58,8 @@ def acceptance(samples: list[Sample]) -> dict[str, Any] | None:
     accepted = total(samples, "vllm:spec_decode_num_accepted_tokens_total") or 0.0
     positions: dict[int, float] = {}
     for name, labels, value in samples:
-        if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total" and labels.get("position", "").isdigit():
+        known = name == "vllm:spec_decode_num_accepted_tokens_per_pos_total" and math.isfinite(value)
+        if known and _POSITION.fullmatch(labels.get("position", "")):
             position = int(labels["position"])
             positions[position] = positions.get(position, 0.0) + value
     return {

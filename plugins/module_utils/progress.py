@@ -103,6 +103,8 @@ def line(host: str, status: Mapping[str, Any], now_unix: float, told: bool = Fal
             words.append("; ".join(details))
     elif swap.get("phase_since_unix"):
         words.append(seconds(max(0.0, now_unix - swap["phase_since_unix"])) + " in this phase")
+    if swap.get("waits_for"):
+        words.append("waits: " + swap["waits_for"])
     return SEPARATOR.join(words)
 
 
@@ -439,11 +441,12 @@ def _swap_lines(status: Mapping[str, Any]) -> list[str]:
     if swap["outcome"] is None:
         if swap["phase"] == "confirm":
             return ["    " + text.strip() for text in waiting("swap", swap)]
-        return [
+        lines = [
             "    swap: {}, asked for by {} at {}, is in phase {}".format(
                 direction(swap, exact=True), swap["by"], utc(swap["started_unix"]), swap["phase"]
             )
         ]
+        return lines + (["    no service, it waits: {}".format(swap["waits_for"])] if swap.get("waits_for") else [])
     lines = ["    last swap: " + history_line(swap, with_cause=False)]
     if swap["cause"]:
         lines += ["    " + text for text in _cause("cause", swap["cause"])[:3]]
@@ -455,6 +458,8 @@ def _next_step(status: Mapping[str, Any]) -> str | None:
     swap, good = status["swap"], status["last_good"]
     states = {unit["active"] for unit in status["units"]}
     if swap and swap["outcome"] is None:
+        if swap.get("waits_for"):
+            return "end the process that holds the port; the way back then goes on by itself"
         # A swap that waits says itself which commands answer it.
         return None if swap["phase"] == "confirm" else "wait; `journalctl -fu swapgate-swap` on the host follows it"
     if not status["units"]:

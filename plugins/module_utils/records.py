@@ -16,6 +16,7 @@ SWAP
      "seconds_without_service": s | null, "streams": null | {"running": at the stop, "lost": cut off by it},
      "ended_unix": null | s, "preflight": null | report of preflight,
      "confirm_within_s": null | s it may wait in phase `confirm`, which began at "phase_since_unix",
+     "waits_for": who holds the port of the last good variant, while it waits for that one; else not there,
      "kind": "deploy" | "rollback", "because": null | why, in the words of who asked,
      "changes": null | what changes from "from" to "to", in two or three words}
 OUTCOME, a closed list
@@ -32,11 +33,32 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from . import foreign
+
 SCHEMA = 1
+# State and history hold lines of the engine's log, and those what clients asked.
+PRIVATE = 0o640
+# load.json, as `foreign.fit` takes it: the engine's user writes it. See supervisor.py for what it means.
+LOAD: dict[str, Any] = {
+    **{"unit": str, "variant": str, "state": str, "pid": (int,), "started_unix": float, "updated_unix": float},
+    **{"ready_after_s": (float,), "changes": [str], "typical_load_s": (float,), "exit": (str,)},
+    "load": {
+        **{"phase": str, "percent": float, "elapsed_s": float, "remaining_s": (float,), "remaining_from": (str,)},
+        **{"detail": str, "quiet_s": float, "stalled": bool, "evidence": str},
+        "phases": [{"name": str, "seconds": float}],
+    },
+    "failure": (
+        {
+            **{"what": str, "class": (str,), "phase": (str,), "root_cause": (str,), "signature": (str,)},
+            **{"remedy": (str,), "context": ([str],)},
+        },
+    ),
+}
 OUTCOMES = ("swapped", "unchanged", "refused", "rolled_back", "recovered", "failed")
 
 JsonDict = dict[str, Any]
@@ -118,7 +140,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{path}: {error}") from error
 
 
@@ -129,6 +151,21 @@ def read_if_there(path: Path) -> JsonDict | None:
     except (FileNotFoundError, RecordError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def read_load(layout: Layout, unit: str) -> JsonDict | None:
+    """What a unit's supervisor tells of its load, or None. The engine could have written it instead."""
+    return foreign.read_object(layout.unit_runtime(unit) / "load.json", LOAD)
+
+
+def remove(path: Path) -> None:
+    """Whatever is at ``path`` is gone afterwards, a folder too. OSError where that cannot be."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError:
+        shutil.rmtree(path)
 
 
 def empty_state() -> JsonDict:
@@ -156,6 +193,7 @@ def read_state(layout: Layout) -> JsonDict:
 def append_history(layout: Layout, swap: JsonDict) -> None:
     """One ended swap as one line, synced."""
     with layout.history.open("a+b") as out:
+        os.fchmod(out.fileno(), PRIVATE)
         if out.seek(0, os.SEEK_END):
             out.seek(-1, os.SEEK_END)
             if out.read() != b"\n":  # a line that a power failure cut; it must not swallow this one

@@ -57,7 +57,7 @@ def parse(text: str) -> list[Setting]:
     settings: list[Setting] = []
     section = ""
     pending = ""
-    for raw in text.splitlines():
+    for raw in text.split("\n"):  # as systemd does: a separator of another kind is no new line
         line = raw.strip()
         if not pending and (not line or line[0] in "#;"):
             continue

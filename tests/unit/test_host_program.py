@@ -1,5 +1,6 @@
 """The host program's parts that need no running systemd: its command line, preflight's rules, the engine over HTTP."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from ansible_collections.swapgate.core.plugins.host_program import (
     main,
     preflight,
     status,
+    supervisor,
     systemd,
     transaction,
 )
@@ -600,6 +603,10 @@ def test_an_engine_on_all_addresses_is_asked_on_loopback_and_without_a_key_none_
         (200, b'{"choices":[],"usage":{"completion_tokens":1}}', "not a completion"),
         (200, b"[1]", "not a completion"),
         (200, completion("", 0), "an answer without a token"),
+        (200, completion(tokens=1).replace(b": 1}", b": 1e999}"), "not a completion"),
+        (200, b"[" * 200_000, "not a completion"),
+        (500, b"\x1b]0;OWNED\x07", "status 500: \\x1b]0;OWNED\\x07"),
+        (200, b" " * ((16 << 20) + 1), "an answer of more than 16 MiB"),
     ],
 )
 def test_anything_but_an_answer_is_an_error_that_shows_what_came(status, body, said):
@@ -618,12 +625,53 @@ def test_nobody_there_and_a_server_that_hangs_are_errors_within_the_limit():
     assert not isinstance(caught.value, engine_api.EngineSilent)
 
 
+def drip(server, every_s):
+    """A server that answers with one more byte now and then, for as long as somebody listens."""
+    link, _ = server.accept()
+    with link, contextlib.suppress(OSError):
+        link.recv(4096)
+        link.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n")
+        while True:
+            link.sendall(b"x")
+            time.sleep(every_s)
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_silent_when_the_whole_time_is_over():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server, 0.1), daemon=True)
+        thread.start()
+        with pytest.raises(engine_api.EngineSilent, match=r"GET /metrics: timed out after 0\.5 s"):
+            engine_api.request("127.0.0.1", server.getsockname()[1], "GET", "/metrics", limit_s=0.5)
+        thread.join(10)
+        assert not thread.is_alive(), "the connection is still open"
+
+
+@pytest.mark.parametrize("key", ["schlüssel-\u4f60", "two\nlines"])
+def test_a_key_that_no_header_can_hold_is_an_error_of_the_call(key):
+    with Server(200, completion()) as server, pytest.raises(engine_api.EngineError):
+        engine_api.complete("127.0.0.1", server.port, "tiny", api_key=key)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), RecursionError(), OverflowError()])
+def test_a_probe_that_breaks_is_no_answer(monkeypatch, error):
+    def breaks(*_):
+        raise error
+
+    monkeypatch.setattr(engine_api, "served_names", breaks)
+    probe = supervisor.Probe({"bind": "127.0.0.1", "port": 1, "model": {"served_name": "x"}}, None, 1)
+    probe._thread.join(10)
+    assert probe.done and probe.error, "READY without a completion"
+
+
 def test_the_load_of_a_server_is_none_where_its_page_does_not_come():
     page = b'vllm:num_requests_running{m="a"} 2.0\nvllm:generation_tokens_total{m="a"} 7.0\n'
     with Server(200, page) as server:
         assert engine_api.load("127.0.0.1", server.port, 1.0) == {"running": 2.0, "waiting": None, "tokens": 7.0}
     with Server(500, b"") as server:
         assert engine_api.load("127.0.0.1", server.port, 1.0) is None
+    with Server(200, b"vllm:num_requests_running NaN\nvllm:num_requests_waiting +Inf\n") as server:
+        assert engine_api.load("127.0.0.1", server.port, 1.0) == {"running": None, "waiting": None, "tokens": None}
 
 
 def test_served_names_and_metrics():

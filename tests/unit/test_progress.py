@@ -483,3 +483,12 @@ def test_that_no_time_is_known_is_said_once():
     )
     known = status(swap(phase="watch"), [unit("new", load=loading())])
     assert progress.line("h", known, NOW, told=True) == progress.line("h", known, NOW)
+
+
+def test_a_port_that_somebody_took_is_said_with_what_to_do():
+    waits = "port 8000 is held by pid 7 (nc)."
+    found = status(swap(phase="rollback-free", phase_since_unix=0.0, waits_for=waits), [unit("new", active="failed")])
+    assert progress.line("h", found, 5.0).endswith("waits: " + waits)
+    told = progress.status_table("h", found)
+    assert f"    no service, it waits: {waits}" in told
+    assert "    next: end the process that holds the port; the way back then goes on by itself" in told

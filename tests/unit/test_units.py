@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ansible_collections.swapgate.core.plugins.module_utils import units
+from ansible_collections.swapgate.core.plugins.module_utils import unit_text, units
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -380,3 +380,9 @@ def test_a_release_is_named_by_its_text_and_data():
 def test_a_release_keeps_its_name_from_one_version_of_swapgate_to_the_next():
     # Another hash here would make every staged release of every host look changed by hand.
     assert units.release_id("[Unit]\n", {"name": "é", "port": 8000}) == "ac001b353c99"
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u0085", "\x0b", "\x0c", "\x1c"])
+def test_only_a_line_feed_ends_a_line_of_a_unit(separator):
+    text = f"[Unit]\nDescription=x{separator}[Service]{separator}User=root\n[Service]\nUser=vllm\n"
+    assert [(key, value) for section, key, value in unit_text.parse(text) if section == "Service"] == [("User", "vllm")]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Measure what serves, through ansible-runner, with a live view of every host.
 
     scripts/bench.py                                          the variant that serves, one stream

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Deploy a variant through ansible-runner, with a live view of every host.
 
     scripts/deploy.py ngram

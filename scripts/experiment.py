@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Measure variants of one host against its base, load by load, and put back what served before.
 
     scripts/experiment.py plan.yml                 says what it costs and what it can find, asks, then measures

@@ -203,7 +203,7 @@ what links carry. Every input is printed with its source. --set replaces one: --
 
 def variant_of(file: str) -> dict[str, Any]:
     """An installed variant's JSON; its engine's package and version and its model's name are there."""
-    expected = "an installed variant, /etc/swapgate/variants/NAME.json of the host"
+    expected = "an installed variant, /etc/swapgate/variants/UNIT.json of the host"
     found: dict[str, Any] = json_files.read_json(file, dict, expected)
     for part, key in (("engine", "package"), ("engine", "version"), ("model", "name")):
         if not isinstance(found.get(part), dict) or not isinstance(found[part].get(key), str):

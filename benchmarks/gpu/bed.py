@@ -162,7 +162,7 @@ class Bed:
 
     def install(self, variant: JsonDict) -> None:
         """Put the variant's data where its supervisor looks for it."""
-        records.write_json(self.layout.variants / (variant["name"] + ".json"), variant)
+        records.write_json(self.layout.data(variant["unit"]), variant)
 
     def stage(self, variant: JsonDict) -> str:
         """Stage a release as role vllm_service does; returns its hash. The unit's text is the least that is one."""

@@ -3,7 +3,7 @@
 
     supervise.py ROOT VARIANT -- ARGV...
 
-ROOT holds what role vllm_service puts on a host: etc/swapgate/variants/VARIANT.json and the signatures. The exit codes
+ROOT holds what role vllm_service puts on a host: etc/swapgate/variants/UNIT.json and the signatures. The exit codes
 are those of plugins/host_program/supervisor.py.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO / "collections"))
 
-from ansible_collections.swapgate.core.plugins.host_program import supervisor  # noqa: E402
+from ansible_collections.swapgate.core.plugins.host_program import installed, supervisor  # noqa: E402
 from ansible_collections.swapgate.core.plugins.module_utils import records, signatures  # noqa: E402
 
 
@@ -25,7 +25,7 @@ def main(words: list[str]) -> int:
         print(f"supervise: found {words}, expected ROOT VARIANT -- ARGV...", file=sys.stderr)
         return 2
     layout = records.Layout(words[0])
-    variant = records.read_json(layout.variants / (words[1] + ".json"))
+    variant = installed.named(layout, words[1])
     known = signatures.load_signatures(records.read_json(layout.signatures))
     return supervisor.supervise(variant, words[3:], layout, known)
 

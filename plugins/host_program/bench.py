@@ -138,7 +138,7 @@ class Bench:
         self.layout, self.request, self.out, self.say = layout, request, out, say
         self.total = 0
         self.unwatched_s = unwatched_s
-        self.variant = recorder.variant_of(layout, request["variant"]) if request.get("variant") else serving(layout)
+        self.variant = installed.named(layout, request["variant"]) if request.get("variant") else serving(layout)
         self.prompts: list[JsonDict] = request["prompts"]
         self.api_key = installed.api_key(layout)
         self.bind, self.port = self.variant["bind"], int(self.variant["port"])

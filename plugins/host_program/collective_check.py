@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..module_utils import records, units
-from . import collective, gpus, preflight, systemd
+from . import collective, gpus, installed, preflight, systemd
 
 JsonDict = dict[str, Any]
 
@@ -66,9 +66,9 @@ def _choose(layout: records.Layout, name: str | None) -> tuple[JsonDict, str]:
         variant = preflight.load_release(layout, name)
         return variant, (layout.release(name) / variant["unit"]).read_text(encoding="utf-8")
     try:
-        variant = records.read_json(layout.variants / (name + ".json"))
+        variant = installed.named(layout, name)
         return variant, (layout.units / variant["unit"]).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
+    except (FileNotFoundError, records.RecordError) as error:
         raise records.RecordError(
             f"'{name}' is neither an installed variant nor a staged release. Deploy it, or look at `swapgate status`."
         ) from error

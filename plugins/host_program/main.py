@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..module_utils import records, signatures
+from ..module_utils import processes, records, signatures
 from . import (
     bench,
     collective_check,
@@ -46,7 +46,11 @@ def _answer(value: Any) -> int:
 
 def _supervise(layout: records.Layout, args: argparse.Namespace) -> int:
     argv = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
-    variant = records.read_json(layout.variants / (args.variant + ".json"))
+    try:
+        variant = installed.supervised(layout, args.variant, processes.unit_of(os.getpid()))
+    except records.RecordError as error:
+        _tell(f"swapgate: {error}")
+        return supervisor.RETRY_IS_USELESS
     known = signatures.load_signatures(records.read_json(layout.signatures))
     return supervisor.supervise(variant, argv, layout, known)
 

@@ -24,8 +24,9 @@ import time
 from pathlib import Path
 from typing import Any, Callable, TypeVar
 
+from ..module_utils import identity as identities
 from ..module_utils import model_manifest, processes, records, units, versions
-from . import gpus, systemd
+from . import gpus, installed, systemd
 
 ENGINE_CHECK_LIMIT_S = 600.0
 LOOK_LIMIT_S = 60.0
@@ -130,6 +131,18 @@ def _engine(variant: JsonDict) -> list[str]:
             f"{venv} has no {ENGINE_MARKER}: the virtualenv was not finished by role python_env. Run the deploy again."
         ]
     return []
+
+
+def _identity(variant: JsonDict, layout: records.Layout) -> list[str]:
+    """Another model's variant that is installed under the same unit name would be replaced by this one."""
+    wanted = identities.of(variant)
+    there = [one for one in installed.managed_variants(layout) if one["unit"] == variant["unit"]]
+    return [
+        f"{variant['unit']} is installed as {identities.of(one)}, expected {wanted} or no such unit. Rename the model "
+        "or the variant, so that each has a unit of its own."
+        for one in there
+        if identities.of(one) != wanted
+    ]
 
 
 def _version(variant: JsonDict) -> list[str]:
@@ -406,6 +419,7 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
     on_step("rules")
     collect("engine", _engine(variant))
     collect("version", _version(variant))
+    collect("identity", _identity(variant, layout))
     try:
         collect("model", within(MOUNT_LIMIT_S, variant["model"]["path"], lambda: _model(variant, layout)))
     except TimeoutError as error:

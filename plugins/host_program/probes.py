@@ -454,7 +454,7 @@ def command(layout: records.Layout, request_file: str, out_file: str, say: Calla
     name = request.get("variant") if isinstance(request, dict) else None
     if not isinstance(name, str):
         raise records.RecordError(f"{request_file}: found no variant, expected an object with one")
-    variant = records.read_json(layout.variants / (name + ".json"))
+    variant = installed.named(layout, name)
     key = installed.api_key(layout)
     unit = variant["unit"]
     model = variant["model"]

@@ -226,17 +226,6 @@ def plan(request: JsonDict) -> Iterator[tuple[int, JsonDict, JsonDict | None, st
                 number += 1
 
 
-def variant_of(layout: records.Layout, name: str) -> JsonDict:
-    """The installed variant of that name. RecordError when it is not."""
-    variant = records.read_if_there(layout.variants / (name + ".json"))
-    if variant is None:
-        known = sorted(file.stem for file in layout.variants.glob("*.json"))
-        raise records.RecordError(
-            f"variant {name!r} is not installed on this host; installed are {', '.join(known) or 'none'}"
-        )
-    return variant
-
-
 def record(
     layout: records.Layout, request: JsonDict, out: Path, say: Callable[[str], None], limit_s: float = 14_400.0
 ) -> int:
@@ -245,7 +234,7 @@ def record(
     RecordError for a request that is not one, RecordingFailed when the engine is gone or ``limit_s`` is over.
     """
     check_request(request)
-    recorder = Recorder(variant_of(layout, request["variant"]), installed.api_key(layout))
+    recorder = Recorder(installed.named(layout, request["variant"]), installed.api_key(layout))
     total = request["repeats"] * len(request["prompts"]) * len(request["settings"])
     begun = told = time.monotonic()
     failed = in_a_row = 0

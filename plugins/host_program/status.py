@@ -6,9 +6,9 @@ import contextlib
 import statistics
 from typing import Any
 
-from ..module_utils import metrics, nccl, records, units
+from ..module_utils import identity, metrics, nccl, records, units
 from . import engine_api, gpus, systemd
-from .installed import managed_variants
+from .installed import data_file, managed_variants
 
 JsonDict = dict[str, Any]
 
@@ -16,8 +16,8 @@ JsonDict = dict[str, Any]
 def status(layout: records.Layout) -> JsonDict:
     """What serves, what was last good, what the current swap does. Reads only.
 
-    {"schema", "last_good", "swap", "units": [{"unit", "variant", "release", "active", "sub", "enabled",
-    "since": text, "load": load.json | null}], "acceptance": null | metrics.acceptance,
+    {"schema", "last_good", "swap", "units": [{"model", "variant", "slot", "unit", "file": path of its data, "release",
+    "active", "sub", "enabled", "since": text, "load": load.json | null}], "acceptance": null | metrics.acceptance,
     "usual_seconds_without_service": {variant: s}, "problem": null | str}
     """
     problem = None
@@ -34,8 +34,8 @@ def status(layout: records.Layout) -> JsonDict:
         text = (layout.units / variant["unit"]).read_text(encoding="utf-8")
         found.append(
             {
-                "unit": variant["unit"],
-                "variant": variant["name"],
+                **identity.record(variant),
+                "file": str(data_file(layout, variant["unit"])),
                 "release": units.release_id(text, variant),
                 "active": now["ActiveState"],
                 "sub": now["SubState"],
@@ -70,13 +70,14 @@ def topology(layout: records.Layout) -> JsonDict:
     matrix, peers = seen["topology"], seen["peers"]
     variants = managed_variants(layout)
     used = sorted({index for variant in variants for index in variant["gpus"]})
+    called = identity.labels(variants)
     indices = used or [gpu["index"] for gpu in seen["gpus"]] or list(range(matrix["gpus"]))
     return {
         "schema": records.SCHEMA,
         "picture": seen,
         "derived": nccl.derive(matrix, peers, indices),
         "variants": {
-            variant["name"]: nccl.compare(variant["env"], variant["argv"], matrix, peers, variant["gpus"])
+            called[variant["unit"]]: nccl.compare(variant["env"], variant["argv"], matrix, peers, variant["gpus"])
             for variant in variants
         },
     }
@@ -87,14 +88,18 @@ def way_back(layout: records.Layout) -> JsonDict:
     state = records.read_state(layout)
     good = state["last_good"]
     if good and systemd.show(good["unit"], "ActiveState")["ActiveState"] != "active":
-        return {"variant": good["variant"], "release": good["release"]}
+        return _release(good)
     for swap in reversed(records.read_history(layout)):
         before = swap["from"]
         if swap["outcome"] == "swapped" and before and before["release"] != (good or {}).get("release"):
-            return {"variant": before["variant"], "release": before["release"]}
+            return _release(before)
     raise records.RecordError(
         "no variant was good before {}. Deploy one by name.".format(good["variant"] if good else "now")
     )
+
+
+def _release(record: JsonDict) -> JsonDict:
+    return {key: record.get(key) for key in ("model", "variant", "release")}
 
 
 def usual_seconds_without_service(layout: records.Layout) -> dict[str, float]:

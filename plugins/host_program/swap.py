@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
-from ..module_utils import diagnosis, processes, records, signatures, units
+from ..module_utils import diagnosis, identity, processes, records, signatures, units
 from . import collective, collective_check, engine_api, gpus, preflight, shared_memory, systemd
-from .installed import active_units, api_key, managed_units, managed_variants, service_user
+from .installed import active_units, api_key, data_file, managed_units, managed_variants, service_user
 
 JsonDict = dict[str, Any]
 
@@ -134,7 +134,7 @@ class Swap:
         variant = preflight.load_release(self.layout, release)
         folder = self.layout.release(release)
         wanted = {self.layout.units / variant["unit"]: (folder / variant["unit"]).read_text(encoding="utf-8")}
-        records.write_json(self.layout.variants / (variant["name"] + ".json"), variant)
+        records.write_json(self.layout.data(variant["unit"]), variant)
         known = managed_variants(self.layout)
         if variant["unit"] not in [one["unit"] for one in known]:
             known.append(variant)
@@ -364,8 +364,7 @@ class Swap:
         self._check_up(variant, "is gone at its commit")
         before = self.state["last_good"]
         self.state["last_good"] = {
-            "variant": variant["name"],
-            "unit": variant["unit"],
+            **identity.record(variant),
             "release": release,
             "since_unix": time.time(),
             "answer": answer,
@@ -584,7 +583,7 @@ class Swap:
         """The installed file that is not the release's any more, if any."""
         pairs = (
             (self.layout.units / variant["unit"], self.layout.release(release) / variant["unit"]),
-            (self.layout.variants / (variant["name"] + ".json"), self.layout.release(release) / "variant.json"),
+            (data_file(self.layout, variant["unit"]), self.layout.release(release) / "variant.json"),
         )
         for installed, staged in pairs:
             if not installed.exists():

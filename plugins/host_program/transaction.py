@@ -13,9 +13,9 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, Callable
 
-from ..module_utils import records, units
+from ..module_utils import identity, records, units
 from . import preflight, systemd
-from .installed import managed_units, managed_variants
+from .installed import managed_units, managed_variants, migrate
 from .swap import Swap, SwapFailed, new_swap
 
 JsonDict = dict[str, Any]
@@ -92,8 +92,7 @@ def ask(layout: records.Layout, release: str, owner: str, confirm_within_s: floa
                 "id": uuid.uuid4().hex[:12],
                 "release": release,
                 "by": owner,
-                "variant": variant["name"],
-                "unit": variant["unit"],
+                **identity.record(variant),
                 "confirm_within_s": confirm_within_s,
             }
             records.write_json(layout.request, request)
@@ -118,13 +117,15 @@ def run_request(layout: records.Layout, say: Callable[[str], None]) -> int:
     with locked(layout, request["by"], LOCK_LIMIT_S):
         for left in layout.state_dir.glob(".*.json?*"):  # what a kill left between writing and renaming
             left.unlink()
+        migrate(layout, say)
         state = records.read_state(layout)
         last = state["swap"] or {}
         if unfinished(state):
             Swap(layout, state, say).settle("the swap was cut off")
         if last.get("id") == request["id"]:
             return 0  # systemd started us again after a kill: the record is settled, and nothing was asked anew
-        to = {key: request[key] for key in ("variant", "unit", "release")}
+        # A request of an older swapgate names neither model nor slot.
+        to = {key: request.get(key) for key in ("model", "variant", "slot", "unit", "release")}
         if state["last_good"] is None:
             state["last_good"] = adopt(layout)
         state["swap"] = new_swap(to, state["last_good"], request["by"], request["id"])
@@ -137,6 +138,7 @@ def run_request(layout: records.Layout, say: Callable[[str], None]) -> int:
 def resolve(layout: records.Layout, say: Callable[[str], None]) -> int:
     """Finish a swap that was cut off: the last good variant comes back. ExecStopPost of the swap's unit."""
     with locked(layout, "resolve", LOCK_LIMIT_S):
+        migrate(layout, say)
         state = records.read_state(layout)
         if unfinished(state):
             Swap(layout, state, say).settle("the swap was cut off")
@@ -153,8 +155,7 @@ def adopt(layout: records.Layout) -> JsonDict | None:
             continue
         if systemd.show(unit, "ActiveState")["ActiveState"] == "active":
             return {
-                "variant": variant["name"],
-                "unit": unit,
+                **identity.record(variant),
                 "release": release,
                 "since_unix": time.time(),
                 "answer": None,
@@ -169,6 +170,7 @@ def recover(layout: records.Layout, say: Callable[[str], None]) -> int:
     Its unit and data are put back in place (a changed release of the same name may lie there), it alone is enabled,
     and its start is queued. Starting is left to systemd, so that a slow load does not hold the boot.
     """
+    migrate(layout, say)
     state = records.read_state(layout)
     if not unfinished(state):
         return 0

@@ -5,11 +5,13 @@ Shapes (``schema`` is 1 in each file)
 state.json
     {"schema", "last_good": RELEASE | null, "swap": SWAP | null}
 RELEASE
-    {"variant", "unit", "release", "since_unix": s, "answer": str | null, "identity": {...}}: a release that passed its
-    soak; ``answer`` is its text for the fixed greedy prompt, ``identity`` what it stood on (engine, model, driver).
+    {"model", "variant", "slot", "unit", "release", "since_unix": s, "answer": str | null, "identity": {...}}: a release
+    that passed its soak; ``answer`` is its text for the fixed greedy prompt, ``identity`` what it stood on (engine,
+    model, driver). Records of older hosts name neither model nor slot.
 SWAP
-    {"id", "by", "started_unix", "boot_id", "from": RELEASE | null, "to": {"variant", "unit", "release"},
-     "phase", "phase_since_unix", "phases": [{"name", "seconds"}], "stopped_old": bool, "outcome": null | OUTCOME,
+    {"id", "by", "started_unix", "boot_id", "from": RELEASE | null,
+     "to": {"model", "variant", "slot", "unit", "release"}, "phase", "phase_since_unix",
+     "phases": [{"name", "seconds"}], "stopped_old": bool, "outcome": null | OUTCOME,
      "cause": null | CAUSE, "rollback_cause": null | CAUSE, "service_lost_s": monotonic s of this boot | null,
      "seconds_without_service": s | null, "streams": null | {"running": at the stop, "lost": cut off by it},
      "ended_unix": null | s, "preflight": null | report of preflight,
@@ -66,6 +68,11 @@ class Layout:
     def release(self, release: str) -> Path:
         """The folder of one release."""
         return self.releases / release
+
+    def data(self, unit: str) -> Path:
+        """Where the data of the variant installed as ``unit`` belongs. To read it ask `installed`: on a host of an
+        older swapgate it is named after the variant."""
+        return self.variants / (unit[: -len(".service")] + ".json")
 
     def unit_runtime(self, unit: str) -> Path:
         """The folder where the supervisor of ``unit`` keeps its progress."""

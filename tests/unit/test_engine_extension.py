@@ -118,7 +118,10 @@ def test_the_recorder_sets_each_setting_in_an_engine_that_was_started_with_the_e
     )
     fake.wait_for(READY)
     layout = records.Layout(str(tmp_path))
-    variant = {"name": "t", "bind": "127.0.0.1", "port": fake.port, "model": {"served_name": "smol"}}
+    variant = {
+        **{"name": "t", "unit": "vllm-tiny-t.service", "bind": "127.0.0.1", "port": fake.port},
+        "model": {"name": "tiny", "served_name": "smol"},
+    }
     records.write_json(layout.variants / "t.json", variant)
     text = "red green blue yellow red green blue yellow red green"
     request = {

@@ -51,6 +51,7 @@ def host(tmp_path, monkeypatch):
     variant = {
         "name": "baseline",
         "unit": UNIT,
+        "model": {"name": "tiny"},
         "gpus": [0, 1],
         "free_memory_mib": 1000,
         "engine": {"venv": str(venv)},

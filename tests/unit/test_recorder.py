@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
-from ansible_collections.swapgate.core.plugins.host_program import engine_api, main, recorder
+from ansible_collections.swapgate.core.plugins.host_program import engine_api, installed, main, recorder
 from ansible_collections.swapgate.core.plugins.module_utils import records
 from fake_engine import NGRAM, READY, free_port
 
@@ -34,7 +34,10 @@ def layout(tmp_path):
     found.port = free_port()
     records.write_json(
         found.variants / "v.json",
-        {"name": "v", "bind": "127.0.0.1", "port": found.port, "model": {"served_name": "smol"}},
+        {
+            **{"name": "v", "unit": "vllm-tiny-v.service", "bind": "127.0.0.1", "port": found.port},
+            "model": {"name": "tiny", "served_name": "smol"},
+        },
     )
     return found
 
@@ -142,7 +145,7 @@ def workers(layout):
     server = ThreadingHTTPServer(("127.0.0.1", layout.port), Workers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     Workers.asked, Workers.stubborn = [], False
-    yield recorder.Recorder(recorder.variant_of(layout, "v"), None)
+    yield recorder.Recorder(installed.named(layout, "v"), None)
     server.shutdown()
     server.server_close()
 
@@ -189,7 +192,7 @@ def test_settings_are_shuffled_within_each_prompt_and_the_seed_decides():
         ({"prompts": [{"id": "a"}]}, "prompts: class: found None, expected str"),
         ({"settings": [None, GRID[0]]}, "settings: found NoneType"),
         ({"salt": "a/b"}, "salt: found 'a/b'"),
-        ({"variant": "other"}, "variant 'other' is not installed on this host; installed are v"),
+        ({"variant": "other"}, "variant 'other' is not installed on this host; installed are tiny/v"),
     ],
 )
 def test_a_request_of_the_wrong_shape_asks_nothing(layout, tmp_path, changes, said):

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Every test of the repository, stage by stage, with the minutes of each.
 
     scripts/test_stages.py            all stages, cheapest first; the first failure ends the run

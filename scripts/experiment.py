@@ -98,7 +98,7 @@ class Host:
                     said = [result.get("msg"), result.get("stderr")]
                     failures.append(" ".join(str(part).strip() for part in said if part) or str(result))
 
-        status, said = playbooks.run(handle, self.inventories, cancel_callback=self.stop.is_set, **what)
+        status, said = playbooks.run(handle, self.inventories, self.stop, **what)
         if status == "canceled" or self.stop.is_set():
             raise Interrupted
         if status != "successful" and not failures:
@@ -113,7 +113,7 @@ class Host:
     def ask(self, command: str) -> Any:
         """The JSON that one command of the host program prints. Failed when it cannot be had."""
         module = {"module": "ansible.builtin.command", "module_args": f"/usr/local/bin/swapgate {command}"}
-        results, failures = self._run(host_pattern=self.name, cmdline="--become", **module)
+        results, failures = self._run(host_pattern=self.name, options=["--become"], **module)
         if failures:
             raise Failed(f"{self.name}: swapgate {command}: {failures[0]}")
         said = results[-1].get("stdout") if results else None
@@ -127,7 +127,7 @@ class Host:
     def end_measuring(self) -> None:
         """End what a controller that is gone left behind: it would measure beside us."""
         words = "systemctl stop swapgate-bench.service swapgate-record.service"
-        self._run(host_pattern=self.name, cmdline="--become", module="ansible.builtin.command", module_args=words)
+        self._run(host_pattern=self.name, options=["--become"], module="ansible.builtin.command", module_args=words)
 
     def variables(self) -> JsonDict:
         """The host's variables as the inventory has them. Failed when they cannot be had."""
@@ -732,10 +732,10 @@ def agreed(yes: bool, say: Callable[[str], None]) -> bool:
     """Whether a person agrees to the disruption."""
     if yes:
         return True
-    if not sys.stdin.isatty():
+    if not playbooks.can_ask():
         say("nobody to ask here: run again with --yes. Nothing was touched.")
         return False
-    return input("This stops what serves, as often as said above, and drops its traffic. Type yes to go on: ") == "yes"
+    return playbooks.agreed("This stops what serves, as often as said above, and drops its traffic.")
 
 
 def build_parser() -> argparse.ArgumentParser:

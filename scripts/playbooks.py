@@ -95,7 +95,7 @@ def run(
 ) -> tuple[str, str]:
     """(ansible-runner's status, the end of what it printed where it did not succeed).
 
-    ``what`` goes to ansible-runner: a playbook or a module, limit, extravars, ... ``options`` to Ansible's command line;
+    ``what`` goes to ansible-runner: a playbook or a module, limit, extravars, ... ``options`` to its command line;
     ``handle`` gets each event. Ends, with status "canceled", when ``stop`` is set, by default by Ctrl-C or SIGTERM.
     """
     with contextlib.ExitStack() as stack:

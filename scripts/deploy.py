@@ -28,7 +28,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "collections")]
 
-from ansible_collections.swapgate.core.plugins.module_utils import progress  # noqa: E402
+from ansible_collections.swapgate.core.plugins.module_utils import progress, text  # noqa: E402
 
 from scripts import playbooks  # noqa: E402
 
@@ -60,7 +60,7 @@ BENCH_TASKS = (
     "Say the verdict and what became of it",
 )
 # The table of variants tells which names there are; this only keeps a template or a path from being taken for one.
-NAME = re.compile(r"[\w.-]+")
+NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 EPILOG = """exit codes:
   0    every host serves the variant (or would, with --check), be it only until it is confirmed (confirm_within_s);
@@ -99,18 +99,18 @@ class View:
         for column in ("host", "variant", "phase", "progress"):
             table.add_column(column, overflow="fold")
         for host, row in sorted(self.rows.items()):
-            table.add_row(host, *(Text(cell) for cell in row))
+            table.add_row(*(Text(text.printable(cell)) for cell in (host, *row)))
         heading = Text(f"{self.title}, {progress.seconds(time.monotonic() - self.started)}")
         return Group(heading, table) if self.rows else Group(heading)
 
-    def say(self, text: object) -> None:
-        """A line above the live view, as it is."""
-        self.console.print(str(text), highlight=False, markup=False, soft_wrap=True)
+    def say(self, said: object) -> None:
+        """Lines above the live view."""
+        playbooks.show(self.console, str(said))
 
-    def play(self, playbook: str, args: argparse.Namespace, limit: str | None = None, **what: Any) -> str:
+    def play(self, playbook: str, args: argparse.Namespace, **what: Any) -> str:
         """Run one of our playbooks with ``args``' inventory, limit and options, seen by this view; its status."""
         file = str(ROOT / "playbooks" / playbook)
-        status, said = playbooks.run(self.handle, args.inventory, playbook=file, limit=limit or args.limit, **what)
+        status, said = playbooks.run(self.handle, args.inventory, playbook=file, limit=args.limit, **what)
         if status not in ("successful", "canceled") and not self.failures:
             self.failures["playbook"] = said or "ansible-playbook failed"
         for host, result in self.results.items():
@@ -127,13 +127,13 @@ class View:
             if host not in self.moving:
                 self.rows[host] = [self.variant, "preparing", task]
         elif kind == "verbose":
-            for text in str(event.get("stdout", "")).splitlines():
-                line = progress.parse(text)
+            for said in str(event.get("stdout", "")).splitlines():
+                line = progress.parse(said)
                 if line:
                     self.moving.add(line["host"])
                     self.rows[line["host"]] = [line["variant"], line["phase"], line["rest"]]
                     if not self.console.is_terminal:
-                        self.say(text.strip())
+                        self.say(said.strip())
         elif kind == "runner_on_unreachable" and host:
             self.results[host] = {"outcome": "unreachable"}
             self.failures[host] = str((data.get("res") or {}).get("msg", "unreachable"))
@@ -215,7 +215,7 @@ def problem_of(args: argparse.Namespace, options: Sequence[str]) -> str | None:
     return playbooks.hidden_question(options) or playbooks.missing(args.inventory)
 
 
-def run(args: argparse.Namespace, options: Sequence[str], view: View, limit: str | None = None) -> str:
+def run(args: argparse.Namespace, options: Sequence[str], view: View) -> str:
     """Run the playbook; returns ansible-runner's status."""
     by = json.dumps({"vllm_swap_by": playbooks.literal(getpass.getuser())})
     given = [word for value in (by, *args.extra_vars) for word in ("-e", value)]
@@ -227,29 +227,26 @@ def run(args: argparse.Namespace, options: Sequence[str], view: View, limit: str
         view.questions = {}
     check = ["--check"] if args.check else []
     playbook = "preflight.yml" if args.preflight else "deploy.yml"
-    return view.play(playbook, args, limit, extravars=extra, options=[*given, *check, *options])
+    return view.play(playbook, args, extravars=extra, options=[*given, *check, *options])
 
 
 def agreed(view: View) -> bool:
     """Whether the person at the terminal agrees to what the hosts would stop; one question for all of them."""
     for question in view.questions.values():
         view.once(question["plan"])
-    stops = [f"{' and '.join(asked['variants'])} on {host}" for host, asked in sorted(view.questions.items())]
-    return playbooks.agreed(f"This stops {', '.join(stops)}.")
+    stops = ", ".join(asked["stops"] for _, asked in sorted(view.questions.items()))
+    return playbooks.agreed(f"This stops {stops}.")
 
 
 def deployed(args: argparse.Namespace, options: Sequence[str], view: View) -> str:
-    """The status of the play; where hosts want consent, it is asked for, and the play runs again on those.
+    """The status of the play; where hosts want consent, none has begun: it is asked for, and the play runs again.
 
     The second run says anew what serves, so that an answer given late is not taken for more than was asked.
     """
     status = playbooks.watched(view, view.console, lambda: run(args, options, view))
     while status != "canceled" and view.questions and playbooks.can_ask() and agreed(view):
-        hosts = sorted(view.questions)
-        for host in hosts:
-            view.results.pop(host, None)
-            view.failures.pop(host, None)
-        status = playbooks.watched(view, view.console, partial(run, args, options, view, ",".join(hosts)))
+        view.results, view.failures = {}, {}
+        status = playbooks.watched(view, view.console, partial(run, args, options, view))
     return status
 
 
@@ -290,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         for host in view.planned - set(view.results):
             view.results[host] = {"outcome": "planned"}
     for host, result in sorted(view.results.items()):
-        console.print(f"{host}: {result['outcome']}", highlight=False)
+        view.say(f"{host}: {result['outcome']}")
     playbooks.tell(view, console, args.json)
     return exit_code(view, status)
 

@@ -98,8 +98,10 @@ class Host:
                     said = [result.get("msg"), result.get("stderr")]
                     failures.append(" ".join(str(part).strip() for part in said if part) or str(result))
 
-        status, said = playbooks.run(handle, self.inventories, self.stop, **what)
-        if status == "canceled" or self.stop.is_set():
+        if self.stop.is_set():
+            raise Interrupted
+        status, said = playbooks.run(handle, self.inventories, **what)
+        if status == "canceled":
             raise Interrupted
         if status != "successful" and not failures:
             failures.append(said or "ansible failed without a word")
@@ -108,7 +110,9 @@ class Host:
     def play(self, playbook: str, **extra: Any) -> tuple[list[JsonDict], list[str]]:
         """Run one of our playbooks on this host."""
         extra = {"vllm_swap_by": getpass.getuser(), "allow_disruption": True, **extra}
-        return self._run(playbook=str(ROOT / "playbooks" / playbook), limit=self.name, extravars=extra)
+        # What a host once said, such as the name of its variant, is never a template here.
+        given = {key: playbooks.literal(value) if isinstance(value, str) else value for key, value in extra.items()}
+        return self._run(playbook=str(ROOT / "playbooks" / playbook), limit=self.name, extravars=given)
 
     def ask(self, command: str) -> Any:
         """The JSON that one command of the host program prints. Failed when it cannot be had."""
@@ -833,7 +837,7 @@ def main(argv: list[str] | None = None) -> int:
             return REFUSED
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: found.host.stop.set())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         say_line("interrupted; nothing that serves was touched")
         return INTERRUPTED
     except (Failed, plans.PlanError, InputError, OSError) as error:

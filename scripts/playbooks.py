@@ -21,6 +21,10 @@ from rich.console import Console
 from rich.live import Live
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "collections")]
+
+from ansible_collections.swapgate.core.plugins.module_utils import text  # noqa: E402
+
 SHOWN = 2000
 # Ansible ends its workers itself when it is asked to; killed at once, it leaves them behind.
 END_WITHIN_S = 10.0
@@ -68,9 +72,9 @@ def _is_yes(value: str | None) -> bool:
     return (value or "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
-def literal(text: str) -> dict[str, str]:
+def literal(said: str) -> dict[str, str]:
     """A text as an extra variable that Ansible never takes for a template."""
-    return {"__ansible_unsafe": text}
+    return {"__ansible_unsafe": said}
 
 
 @contextlib.contextmanager
@@ -89,17 +93,16 @@ def _interrupts() -> Iterator[threading.Event]:
 def run(
     handle: Callable[[dict[str, Any]], Any],
     inventories: Sequence[str] | None,
-    stop: threading.Event | None = None,
     options: Sequence[str] = (),
     **what: Any,
 ) -> tuple[str, str]:
     """(ansible-runner's status, the end of what it printed where it did not succeed).
 
     ``what`` goes to ansible-runner: a playbook or a module, limit, extravars, ... ``options`` to its command line;
-    ``handle`` gets each event. Ends, with status "canceled", when ``stop`` is set, by default by Ctrl-C or SIGTERM.
+    ``handle`` gets each event. Ctrl-C and SIGTERM end it, with status "canceled" and no process of Ansible left.
     """
     with contextlib.ExitStack() as stack:
-        stopped = stop or stack.enter_context(_interrupts())
+        stopped = stack.enter_context(_interrupts())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="swapgate-"))
         leader: list[int] = []
         asked: list[float] = []
@@ -164,13 +167,19 @@ def can_ask() -> bool:
 def agreed(question: str) -> bool:
     """Whether the person at the terminal types yes. What was typed before the question is no answer."""
     termios.tcflush(sys.stdin, termios.TCIFLUSH)
-    print(f"{question} Type yes to go on: ", end="", file=sys.stderr, flush=True)
+    print(f"{text.printable(question, SHOWN)} Type yes to go on: ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() == "yes"
+
+
+def show(console: Console, said: str) -> None:
+    """Lines of a host's or of Ansible's, of which a terminal gets the letters and nothing that it acts on."""
+    for line in said.splitlines():
+        console.print(text.printable(line, SHOWN), highlight=False, markup=False, soft_wrap=True)
 
 
 def tell(view: Any, console: Console, as_json: bool) -> None:
     """A view's failures, a line a host; and its results on standard output, where they are wanted."""
     for host, message in sorted(view.failures.items()):
-        console.print(f"{host}: {message}", highlight=False, markup=False, soft_wrap=True)
+        show(console, f"{host}: {message}")
     if as_json:
         print(json.dumps(view.results, sort_keys=True))

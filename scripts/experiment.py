@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "collections"))
 
+from ansible_collections.swapgate.core.plugins.filter import swapgate as filters  # noqa: E402
 from ansible_collections.swapgate.core.plugins.module_utils import progress, records, variants  # noqa: E402
 
 from scripts import experiment_plan as plans  # noqa: E402
@@ -559,15 +560,22 @@ def trial_problem(table: JsonDict, plan: plans.Plan) -> str | None:
     return None
 
 
+def tables_of(values: JsonDict) -> tuple[JsonDict, JsonDict]:
+    """(variants, models) of a host: the inventory's laid over those that ship. Failed says what is wrong with them."""
+    try:
+        return filters.tables(values.get("swapgate_variants", {}), values.get("swapgate_models", {}))
+    except variants.VariantError as error:
+        raise Failed(str(error)) from error
+
+
 def check_variants(table: JsonDict, names: Sequence[str], values: JsonDict) -> JsonDict:
     """Every arm by its name, resolved; none but the trial is a trial. Failed says which does not resolve."""
     resolved: JsonDict = {}
     spec = yaml.safe_load(SPEC.read_text(encoding="utf-8"))["argument_specs"]
+    _, models = tables_of(values)
     for name in names:
         try:
-            found = variants.resolve(
-                name, table, values["swapgate_models"], values["swapgate_model"], values["swapgate_host"], spec
-            )
+            found = variants.resolve(name, table, models, values["swapgate_model"], values["swapgate_host"], spec)
         except (variants.VariantError, KeyError) as error:
             raise Failed(f"plan: {error}") from error
         if found.get("trial"):
@@ -610,7 +618,7 @@ def begin(args: argparse.Namespace, plan: plans.Plan, host: Host, say: Callable[
     if now is None or (swap and swap["outcome"] is None):
         raise Failed(f"{host.name}: found {now or 'nothing'} serving, expected a variant that stays. Deploy the base.")
     base = plan.base or now
-    table: JsonDict = dict(values["swapgate_variants"])
+    table, _ = tables_of(values)
     left_out = plans.to_skip(plan, prediction, table)
     if plan.skip_predicted:
         plan = plans.without(plan, left_out)

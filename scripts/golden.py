@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict
 
+import yaml
+
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests/golden"
 LIMIT_S = 120
@@ -49,7 +51,12 @@ def render(inventory: str, extra: Mapping[str, Any] | None = None) -> dict[str, 
     with tempfile.TemporaryDirectory(prefix="swapgate-golden-") as folder:
         out = Path(folder) / "rendered.json"
         variables = Path(folder) / "variables.json"
-        variables.write_text(json.dumps({**(extra or {}), "rendered_file": str(out)}), encoding="utf-8")
+        shipped = yaml.safe_load((ROOT / "group_vars/all/variants.yml").read_text(encoding="utf-8"))[
+            "swapgate_shipped_variants"
+        ]
+        names = list({**shipped, **(extra or {}).get("swapgate_variants", {})})
+        given = {"rendered_names": names, **(extra or {}), "rendered_file": str(out)}
+        variables.write_text(json.dumps(given), encoding="utf-8")
         done = subprocess.run(
             [
                 str(Path(sys.executable).parent / "ansible-playbook"),

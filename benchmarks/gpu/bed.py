@@ -144,7 +144,7 @@ class Bed:
         parallel: int = 1,
     ) -> JsonDict:
         """The resolved variant ``name`` of the table, or of another entry; VariantError as on the controller."""
-        table = self.files["variants"]["swapgate_variants"]
+        table = self.files["variants"]["swapgate_shipped_variants"]
         if entry is not None:
             table = {**table, name: dict(entry)}
         model_name = MODEL_NAME if model is None else name

@@ -113,7 +113,7 @@ class Proof:
 
     def variant(self, name: str, label: str = "", port: int | None = None, **keys: Any) -> JsonDict:
         """The table's variant ``name`` with other keys; with a ``label`` one that extends the baseline like it."""
-        entry = {**self.bed.files["variants"]["swapgate_variants"][name], **keys}
+        entry = {**self.bed.files["variants"]["swapgate_shipped_variants"][name], **keys}
         if label:
             entry["extends"] = "baseline"
         return self.bed.resolve(label or name, entry, host={"port": port} if port else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -32,8 +33,8 @@ ROWS: tuple[Row, ...] = (
     Row("baseline", "accept"),
     Row("ngram", "accept", _ngram(), must_say="ngram"),
     Row("ngram-gpu", "accept", _ngram(method="ngram_gpu"), must_say="ngram_gpu"),
-    Row("method-mistyped", "refuse", _ngram(method="ngramm"), must_say="ngramm"),
-    Row("key-unknown", "refuse", _ngram(ngram_prompt_lookup_max=10), must_say="ngram_prompt_lookup_max"),
+    Row("method-mistyped", "refuse", json.dumps(_ngram(method="ngramm")), must_say="ngramm"),
+    Row("key-unknown", "refuse", json.dumps(_ngram(ngram_prompt_lookup_max=10)), must_say="ngram_prompt_lookup_max"),
     Row(
         "key-of-old-release",
         "refuse",
@@ -48,8 +49,10 @@ ROWS: tuple[Row, ...] = (
         case="cfg-draft-hyphenated-key",
         must_say="ngram",
     ),
-    Row("min-over-max", "refuse", _ngram(prompt_lookup_min=5, prompt_lookup_max=2), must_say="prompt_lookup"),
-    Row("tokens-zero", "refuse", _ngram(num_speculative_tokens=0), must_say="num_speculative_tokens"),
+    Row(
+        "min-over-max", "refuse", json.dumps(_ngram(prompt_lookup_min=5, prompt_lookup_max=2)), must_say="prompt_lookup"
+    ),
+    Row("tokens-zero", "refuse", json.dumps(_ngram(num_speculative_tokens=0)), must_say="num_speculative_tokens"),
     Row(
         "only-lookup-max",
         "accept",

@@ -338,7 +338,7 @@ class Trial:
             "mistyped": {"extends": "baseline", "engine_args": {"no-such-flag": 1}},
         }
         file = f"lookup('file', '{TREE}/group_vars/all/variants.yml')"
-        table = f"({file} | from_yaml).swapgate_variants | combine(own_variants, recursive=true)"
+        table = f"({file} | from_yaml).swapgate_shipped_variants | combine(own_variants, recursive=true)"
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
         drafts = {name: f"{MODEL}-{name}" for name in ("eagle3", "medusa", "draft_model")}  # the table names them
         variables = {

@@ -18,29 +18,59 @@ from ansible_collections.swapgate.core.plugins.module_utils import (
 )
 
 PLUGINS = Path(__file__).resolve().parents[1]
-SPEC_FILE = Path(__file__).resolve().parents[2] / "roles/vllm_service/meta/argument_specs.yml"
+ROOT = PLUGINS.parent
+SPEC_FILE = ROOT / "roles/vllm_service/meta/argument_specs.yml"
 
 
-def _spec() -> dict[str, Any]:
-    specs: dict[str, Any] = yaml.safe_load(SPEC_FILE.read_text(encoding="utf-8"))["argument_specs"]
-    return specs
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return content
+
+
+def tables(own_variants: Any, own_models: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(variants, models): what ships in group_vars/all/, with an inventory's own laid over it. VariantError."""
+    variant_table = _read(ROOT / "group_vars/all/variants.yml")["swapgate_shipped_variants"]
+    model_table = _read(ROOT / "group_vars/all/models.yml")["swapgate_shipped_models"]
+    return (
+        variants.lay_over(variant_table, own_variants, "swapgate_variants"),
+        variants.lay_over(model_table, own_models, "swapgate_models"),
+    )
+
+
+def _resolved(name: Any, own_variants: Any, own_models: Any, model_name: Any, host: Any) -> dict[str, Any]:
+    spec = _read(SPEC_FILE)["argument_specs"]
+    table, models = tables(own_variants, own_models)
+    found, impossible = variants.resolve_all(table, models, model_name, host, spec)
+    if name is None:
+        known = ", ".join(sorted(found)) or "none"
+        raise variants.VariantError(f"No variant named. Run again with -e variant=NAME; the names are {known}.")
+    resolved = variants.choose(name, found, impossible, model_name)
+    checked = ArgumentSpecValidator(spec["main"]["options"]["vllm_service_variant"]["options"]).validate(resolved)
+    if checked.error_messages:
+        raise variants.VariantError(f"variant '{name}': " + "; ".join(checked.error_messages))
+    return resolved
 
 
 def resolved_variant(
-    name: str, table: dict[str, Any], models: dict[str, Any], model_name: str, host: dict[str, Any]
+    name: str, own_variants: dict[str, Any], own_models: dict[str, Any], model_name: str, host: dict[str, Any]
 ) -> dict[str, Any]:
     """The resolved variant ``name``; its shape is vllm_service_variant of role vllm_service. Bad input is an error."""
-    spec = _spec()
     try:
-        problems = variants.contradictions([variants.resolve(n, table, models, model_name, host, spec) for n in table])
-        resolved = variants.resolve(name, table, models, model_name, host, spec)
+        return _resolved(name, own_variants, own_models, model_name, host)
     except variants.VariantError as error:
-        raise AnsibleFilterError(str(error)) from error
-    checked = ArgumentSpecValidator(spec["main"]["options"]["vllm_service_variant"]["options"]).validate(resolved)
-    problems += checked.error_messages
-    if problems:
-        raise AnsibleFilterError(f"variant '{name}': " + "; ".join(problems))
-    return resolved
+        raise AnsibleFilterError(str(error)) from None  # a cause would be printed again
+
+
+def resolution(
+    name: Any, own_variants: Any, own_models: Any, model_name: Any, host: Any, has_key: bool
+) -> dict[str, Any]:
+    """What deploy.yml starts from: {"variant": resolved or null, "problem": text or null, "notice": text or null}."""
+    try:
+        resolved = _resolved(name, own_variants, own_models, model_name, host)
+    except variants.VariantError as error:
+        return {"variant": None, "problem": str(error), "notice": None}
+    problem, notice = variants.exposure(resolved, has_key)
+    return {"variant": resolved, "problem": problem and f"variant '{name}': {problem}", "notice": notice}
 
 
 def python_sources(folders: list[str]) -> dict[str, str]:
@@ -56,6 +86,7 @@ class FilterModule:
         """Filter name to function."""
         return {
             "resolved_variant": resolved_variant,
+            "resolution": resolution,
             "exec_lines": units.exec_lines,
             "quote_environment": lambda environment: [units.quote_environment(*item) for item in environment.items()],
             "release_id": units.release_id,

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from ..module_utils import bench_results, nvidia_smi, processes, records, units
-from . import engine_api, gpus, installed, preflight, recorder, systemd
+from . import engine_api, gpus, installed, jobs, preflight, recorder, systemd
 
 JsonDict = dict[str, Any]
 
@@ -148,14 +148,15 @@ class Bench:
         self.passes: list[JsonDict] = []
         self.samples: list[list[JsonDict]] = []  # of the GPUs, in the measured passes
         self.begun = time.monotonic()
+        self.one_stream_s = 0.0  # all prompts one by one, as the recorder found it
         self.limit_s = float("inf")
         self.salt = f"{int(time.time())}-{os.getpid()}"
 
     # --- what it will take ------------------------------------------------------------------------------------------
 
     def plan(self) -> JsonDict:
-        """{"variant", "levels", "left_out", "passes", "at_most_s", "seconds_per_token", "limit_s": when it gives
-        up, "never_longer_s": after which somebody else may end it}. One short answer is timed."""
+        """{"variant", "levels", "left_out", "prompts", "passes", "at_most_s", "seconds_per_token", "limit_s": when it
+        gives up, "never_longer_s": after which somebody else may end it}. One short answer is timed."""
         name = self.variant["model"]["served_name"]
         limit_s = recorder.FIRST_BYTE_LIMIT_S
         engine_api.complete(self.bind, self.port, name, PROBE_TOKENS, api_key=self.api_key, limit_s=limit_s)
@@ -180,6 +181,7 @@ class Bench:
             "limit_s": round(limit),
             "never_longer_s": round(limit + LEAST_LIMIT_S),
             "passes": len(self.levels) * (repeats + 1),
+            "prompts": len(self.prompts),
             "at_most_s": round(at_most),
             "seconds_per_token": per_token,
         }
@@ -199,9 +201,9 @@ class Bench:
                     f"{flag_int(self.argv, '--max-num-seqs')} sequences (--max-num-seqs)"
                 )
             plan = self.plan()
-            self.limit_s = plan["limit_s"]
+            self.limit_s, self.plan_s = plan["limit_s"], float(plan["at_most_s"])
             self.say(f"{plan['variant']}: {plan['passes']} passes, at most {plan['at_most_s'] / 60:.0f} min")
-            self.total = 1 + plan["passes"]
+            self.total = 1 + plan["passes"]  # the recorder's own is one
             self._record()
             self._render()
             done = 1
@@ -212,6 +214,8 @@ class Bench:
                     done += 1
                     self._progress(done, f"concurrency {level}")
             load.update(outcome="measured", cause=None)
+        except jobs.Ended as error:
+            load.update(outcome="failed", cause=str(error))
         except (BenchFailed, recorder.RecordingFailed, engine_api.EngineError) as error:
             load.update(outcome="failed", cause=self._cause(error))
         load.update(ended_unix=time.time(), **self._measured())
@@ -293,9 +297,9 @@ class Bench:
             "seed": 0,
             "salt": f"{self.salt}-record" if self.request["cache"] == "cold" else None,
         }
-        self.say(f"recording {len(self.prompts)} answers")
         file = self.out / "recorded.jsonl"
-        recorder.record(self.layout, request, file, self._say_if_wanted, self.limit_s)
+        self._progress(0, f"recording {len(self.prompts)} answers", self.plan_s)
+        recorder.record(self.layout, request, file, lambda _: self._still_wanted(), self.limit_s, self._recorded)
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         self.recorded = {line["id"]: line for line in lines if not line["error"]}
         failed = [line for line in lines if line["error"]]
@@ -304,7 +308,13 @@ class Bench:
                 f"{len(failed)} of {len(lines)} prompts have no answer, the first is {failed[0]['id']}: "
                 f"{failed[0]['error']}"
             )
+        self.one_stream_s = sum(line["e2e_s"] for line in self.recorded.values())
         self._progress(1, "recorded")
+
+    def _recorded(self, number: int, total: int, spent_s: float) -> None:
+        self.one_stream_s = spent_s / number * total
+        left_s = self.one_stream_s - spent_s + self._left(1)
+        self._progress(0, f"recorded {number} of {total} answers", left_s)
 
     def _render(self) -> None:
         """Each prompt as the text whose tokens are exactly those of its messages, for a generator that takes text."""
@@ -453,20 +463,19 @@ class Bench:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _await(self, process: subprocess.Popen[str]) -> None:
-        """The end of the load generator, or its end by us when no time is left or nobody watches."""
-        while True:
-            try:
-                process.wait(STOP_POLL_S)
-                return
-            except subprocess.TimeoutExpired:
-                pass
-            try:
-                self._still_wanted()
-            except BenchFailed:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, 9)
-                process.wait()
-                raise
+        """The end of the load generator, or its end by us when no time is left or nobody wants it any more."""
+        try:
+            while True:
+                try:
+                    process.wait(STOP_POLL_S)
+                    return
+                except subprocess.TimeoutExpired:
+                    self._still_wanted()
+        except (BenchFailed, jobs.Ended):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            process.wait()
+            raise
 
     @staticmethod
     def _take(source: Path, target: Path) -> None:
@@ -498,13 +507,9 @@ class Bench:
                 if time.time() - (self.out / "watched").stat().st_mtime > self.unwatched_s:
                     raise BenchFailed(f"nobody has looked at it for {self.unwatched_s:.0f} s")
 
-    def _say_if_wanted(self, line: str) -> None:
-        self._still_wanted()
-        self.say(line)
-
-    def _progress(self, done: int, what: str) -> None:
+    def _progress(self, done: int, what: str, left_s: float | None = None) -> None:
         elapsed = time.monotonic() - self.begun
-        left = self._left(done)
+        left = self._left(done) if left_s is None else left_s
         records.write_json(
             self.out / "progress.json",
             {
@@ -520,12 +525,12 @@ class Bench:
 
     def _left(self, done: int) -> float:
         """Seconds to the end, from what the recorder's pass took and what the passes at each level have taken."""
-        one_stream = sum(line["e2e_s"] for line in self.recorded.values())
         left = 0.0
         number = 1
         for level in self.levels:
             took = [one["ended_unix"] - one["started_unix"] for one in self.passes if one["concurrency"] == level]
-            expected = sum(took) / len(took) if took else START_S + 1.2 * one_stream / min(level, len(self.prompts))
+            unseen = START_S + 1.2 * self.one_stream_s / min(level, len(self.prompts))
+            expected = sum(took) / len(took) if took else unseen
             for _ in range(self.request["repeats"] + 1):
                 number += 1
                 left += expected if number > done else 0.0
@@ -541,8 +546,8 @@ class Bench:
 
 
 def what_serves(layout: records.Layout) -> JsonDict:
-    """{"variant", "unit", "release", "model", "method": of its speculation | null, "invocation_id"}; RecordError unless
-    exactly one variant serves."""
+    """{"variant", "unit", "release", "model", "file": of its data, "method": of its speculation | null,
+    "invocation_id"}; RecordError unless exactly one variant serves."""
     variant = serving(layout)
     text = (layout.units / variant["unit"]).read_text(encoding="utf-8")
     return {
@@ -550,6 +555,7 @@ def what_serves(layout: records.Layout) -> JsonDict:
         "unit": variant["unit"],
         "release": units.release_id(text, variant),
         "model": variant["model"]["name"],
+        "file": str(installed.data_file(layout, variant["unit"])),
         "method": (preflight.flag_json(list(variant["argv"]), "--speculative-config") or {}).get("method"),
         "invocation_id": load_identity(variant, layout),
     }

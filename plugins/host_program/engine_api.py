@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import http.client
 import json
 import socket
@@ -12,6 +13,10 @@ from ..module_utils import metrics
 # A question with one right continuation: greedy, so that a model gives the same answer each time.
 PROBE_PROMPT = "The capital of France is"
 PROBE_TOKENS = 8
+
+
+# What the engine's access log prints for each of this process's latest requests, as far as its own socket tells.
+asked: collections.deque[bytes] = collections.deque(maxlen=32)
 
 
 class EngineError(Exception):
@@ -49,6 +54,9 @@ def request(
     """The body of one answer; EngineError on anything but status 200. ``limit_s`` bounds each wait for bytes."""
     connection = connect(bind, port, limit_s)
     try:
+        connection.connect()
+        own, its_port = connection.sock.getsockname()[:2]
+        asked.append(f'{own}:{its_port} - "{method} {path} HTTP/1.1" 200'.encode())
         connection.request(method, path, json.dumps(body) if body is not None else None, headers(api_key))
         answer = connection.getresponse()
         text = answer.read().decode("utf-8", "replace")

@@ -17,6 +17,7 @@ from . import (
     engine_api,
     gpus,
     installed,
+    jobs,
     preflight,
     probes,
     recorder,
@@ -30,7 +31,7 @@ EPILOG = """exit codes:
   0  done (for `preflight`: the release may be swapped to)
   1  the swap failed, the preflight found a problem, or what was to be measured could not be
   2  bad usage, or a record that cannot be read
-  3  another swap is running
+  3  another swap is running, or another job measures
 `supervise` is the main process of an engine's unit; its exit codes are documented in supervisor.py.
 """
 
@@ -62,7 +63,7 @@ def _preflight(layout: records.Layout, args: argparse.Namespace) -> int:
 
 
 def _collective(layout: records.Layout, args: argparse.Namespace) -> int:
-    with transaction.locked(layout, "the collective check"):
+    with transaction.locked(layout, "the collective check"), jobs.running(layout, "links", args.by):
         report = collective_check.check(layout, args.name, args.limit_s)
     _answer(report)
     return 0 if report["verdict"] == "ok" else 1
@@ -75,7 +76,8 @@ def _tell(line: str) -> None:
 def _record(layout: records.Layout, args: argparse.Namespace) -> int:
     request = records.read_json(args.request)
     try:
-        failed = recorder.record(layout, request, args.out, _tell, args.limit_s)
+        with jobs.running(layout, "record", args.by):
+            failed = recorder.record(layout, request, args.out, _tell, args.limit_s)
     except (recorder.RecordingFailed, engine_api.EngineError) as error:
         _tell(f"swapgate record: {error}. Look at `swapgate status`; what was recorded is in {args.out}.")
         return 1
@@ -84,7 +86,18 @@ def _record(layout: records.Layout, args: argparse.Namespace) -> int:
 
 
 def _probe(layout: records.Layout, args: argparse.Namespace) -> int:
-    return probes.command(layout, args.request, args.out, _tell) or _answer({"out": args.out})
+    with jobs.running(layout, "probe", args.by):
+        return probes.command(layout, args.request, args.out, _tell) or _answer({"out": args.out})
+
+
+def _profile(layout: records.Layout, args: argparse.Namespace) -> int:
+    with jobs.running(layout, "profile", args.by):
+        return _answer(decode_profile.profile(layout, args.steps, args.keep))
+
+
+def _bench_serving(layout: records.Layout, _args: argparse.Namespace) -> int:
+    jobs.refuse_beside(layout)
+    return _answer(bench.what_serves(layout))
 
 
 def _end_orphans(layout: records.Layout, _args: argparse.Namespace) -> int:
@@ -102,7 +115,8 @@ def _bench(layout: records.Layout, args: argparse.Namespace) -> int:
     except engine_api.EngineError as error:
         _tell(f"swapgate bench: {error}. Look at `swapgate status`.")
         return 1
-    load = asked.run()
+    with jobs.running(layout, "benchmark", args.by):
+        load = asked.run()
     _answer(load)
     return 0 if load["outcome"] == "measured" else 1
 
@@ -115,7 +129,9 @@ def _verify_unit(_layout: records.Layout, args: argparse.Namespace) -> int:
 
 
 def _who(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--by", default=os.environ.get("SUDO_USER") or "root", help="who asks, for the record")
+    # A measuring unit has no SUDO_USER; what starts it says in its environment for whom.
+    owner = os.environ.get("SWAPGATE_BY") or os.environ.get("SUDO_USER") or "root"
+    parser.add_argument("--by", default=owner, help="who asks, for the record")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -186,12 +202,14 @@ def build_parser() -> argparse.ArgumentParser:
     )
     proof.add_argument("name", nargs="?", help="an installed variant or a staged release (default: the last good one)")
     proof.add_argument("--limit-s", type=float, default=60.0, help="seconds until what still runs is a hang")
+    _who(proof)
     proof.set_defaults(run=_collective)
 
     where = commands.add_parser("profile", help="share of decode time by kind of kernel, of what serves; prints JSON")
     where.add_argument("--steps", type=int, default=32, help="decode steps to profile (default 32)")
     where.add_argument("--keep", action="store_true", help="leave the traces on the host")
-    where.set_defaults(run=lambda layout, args: _answer(decode_profile.profile(layout, args.steps, args.keep)))
+    _who(where)
+    where.set_defaults(run=_profile)
 
     back = commands.add_parser("way-back", help="the release that a roll back would go to; prints JSON")
     back.set_defaults(run=lambda layout, _args: _answer(status.way_back(layout)))
@@ -200,6 +218,7 @@ def build_parser() -> argparse.ArgumentParser:
     record.add_argument("request", type=Path, metavar="REQUEST.json", help="its shape is in recorder.py")
     record.add_argument("out", type=Path, metavar="OUT.jsonl", help="a line an answer; replaced if it is there")
     record.add_argument("--limit-s", type=float, default=14_400.0, metavar="SECONDS", help="end by then (default 4 h)")
+    _who(record)
     record.set_defaults(run=_record)
 
     measure = commands.add_parser("bench", help="measure what serves with the engine's own load generator; prints JSON")
@@ -212,10 +231,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="end when nobody ran `swapgate bench-status` for so long (default: never)",
     )
+    _who(measure)
     measure.set_defaults(run=_bench)
 
-    found = commands.add_parser("bench-serving", help="what a benchmark would measure now; prints JSON")
-    found.set_defaults(run=lambda layout, _args: _answer(bench.what_serves(layout)))
+    found = commands.add_parser("bench-serving", help="what a measuring job would measure now; prints JSON")
+    found.set_defaults(run=_bench_serving)
 
     watch = commands.add_parser("bench-status", help="how far a benchmark is; prints JSON")
     watch.add_argument("out", type=Path, metavar="FOLDER")
@@ -229,6 +249,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     probe.add_argument("request", help="a file; its shape is in probes.py")
     probe.add_argument("out", help="where the timings go, as JSON, readable by its owner only")
+    _who(probe)
     probe.set_defaults(run=_probe)
 
     verify = commands.add_parser("verify-unit", help="systemd-analyze verify, where a warning is an error too")
@@ -246,6 +267,12 @@ def main(argv: list[str] | None = None) -> int:
     except transaction.Busy as error:
         print(f"swapgate: {error}. Wait for it, or look at `swapgate status`.", file=sys.stderr)
         return 3
+    except jobs.JobRuns as error:
+        print(f"swapgate: {error}", file=sys.stderr)
+        return 3
+    except jobs.Ended as error:
+        print(f"swapgate {args.command}: {error}", file=sys.stderr)
+        return 1
     except (records.RecordError, systemd.SystemdError, OSError) as error:
         print(f"swapgate: {error}", file=sys.stderr)
         return 2

@@ -227,9 +227,16 @@ def plan(request: JsonDict) -> Iterator[tuple[int, JsonDict, JsonDict | None, st
 
 
 def record(
-    layout: records.Layout, request: JsonDict, out: Path, say: Callable[[str], None], limit_s: float = 14_400.0
+    layout: records.Layout,
+    request: JsonDict,
+    out: Path,
+    say: Callable[[str], None],
+    limit_s: float = 14_400.0,
+    count: Callable[[int, int, float], None] = lambda _number, _total, _seconds: None,
 ) -> int:
     """Carry out the request, each line on disk before the next is asked; returns how many requests failed.
+
+    ``count`` is told now and then how many are done, of how many, in how many seconds.
 
     RecordError for a request that is not one, RecordingFailed when the engine is gone or ``limit_s`` is over.
     """
@@ -259,6 +266,7 @@ def record(
                 now = time.monotonic()
                 if now - told > TELL_S or number == total:
                     told = now
+                    count(number, total, now - begun)
                     say(f"recorded {number} of {total}, {(now - begun) / number * (total - number):.0f} s left")
     finally:
         recorder.clock.close()

@@ -7,8 +7,8 @@ import statistics
 from typing import Any
 
 from ..module_utils import identity, metrics, nccl, records, units
-from . import engine_api, gpus, systemd
-from .installed import data_file, managed_variants
+from . import engine_api, gpus, jobs, systemd
+from .installed import managed_variants
 
 JsonDict = dict[str, Any]
 
@@ -16,9 +16,9 @@ JsonDict = dict[str, Any]
 def status(layout: records.Layout) -> JsonDict:
     """What serves, what was last good, what the current swap does. Reads only.
 
-    {"schema", "last_good", "swap", "units": [{"model", "variant", "slot", "unit", "file": path of its data, "release",
-    "active", "sub", "enabled", "since": text, "load": load.json | null}], "acceptance": null | metrics.acceptance,
-    "usual_seconds_without_service": {variant: s}, "problem": null | str}
+    {"schema", "last_good", "swap", "units": [{"model", "variant", "slot", "unit", "release", "active", "sub",
+    "enabled", "since": text, "load": load.json | null}], "acceptance": null | metrics.acceptance,
+    "usual_seconds_without_service": {variant: s}, "jobs": jobs.under_way, "problem": null | str}
     """
     problem = None
     try:
@@ -35,7 +35,6 @@ def status(layout: records.Layout) -> JsonDict:
         found.append(
             {
                 **identity.record(variant),
-                "file": str(data_file(layout, variant["unit"])),
                 "release": units.release_id(text, variant),
                 "active": now["ActiveState"],
                 "sub": now["SubState"],
@@ -56,6 +55,7 @@ def status(layout: records.Layout) -> JsonDict:
         "units": found,
         "acceptance": acceptance,
         "usual_seconds_without_service": usual_seconds_without_service(layout),
+        "jobs": jobs.under_way(layout),
         "problem": problem,
     }
 

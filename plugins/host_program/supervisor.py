@@ -66,23 +66,25 @@ LAST_WORDS_S = 0.5
 # Below this, reads and CPU time are a waiting process's own noise.
 READ_NOISE_BYTES = 1 << 20
 CPU_NOISE = 0.10
+LONGEST_LINE = 65536
 PR_SET_CHILD_SUBREAPER = 36
 
 
 class Probe:
     """A completion asked for in a thread, so that a hung engine does not stop the supervisor."""
 
-    def __init__(self, variant: dict[str, Any], api_key: str | None, max_tokens: int) -> None:
+    def __init__(self, variant: dict[str, Any], api_key: str | None, max_tokens: int, names: bool = False) -> None:
         self.error: str | None = None
         self.silent = False
         self.served: list[str] = []
-        self._thread = threading.Thread(target=self._run, args=(variant, api_key, max_tokens), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(variant, api_key, max_tokens, names), daemon=True)
         self._thread.start()
 
-    def _run(self, variant: dict[str, Any], api_key: str | None, max_tokens: int) -> None:
+    def _run(self, variant: dict[str, Any], api_key: str | None, max_tokens: int, names: bool) -> None:
         bind, port, name = variant["bind"], variant["port"], variant["model"]["served_name"]
         try:
-            self.served = engine_api.served_names(bind, port, api_key)
+            if names:  # that of a server that is ours does not change while it runs
+                self.served = engine_api.served_names(bind, port, api_key)
             engine_api.complete(bind, port, name, max_tokens, api_key=api_key, limit_s=PROBE_LIMIT_S)
         except engine_api.EngineError as error:
             self.error, self.silent = str(error), isinstance(error, engine_api.EngineSilent)
@@ -113,6 +115,7 @@ class Supervisor:
         self.scanner = diagnosis.Scanner(signatures)
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self.partial = ""
+        self.held = b""  # the begun line of an engine that serves
         self.state = "loading"
         self.ready_after_s: float | None = None
         self.failure: dict[str, Any] | None = None
@@ -209,6 +212,7 @@ class Supervisor:
             if not chunk:
                 selector.unregister(self.child.stdout)
                 return
+            chunk = self._without_own(chunk)
             with contextlib.suppress(BrokenPipeError):
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()
@@ -217,9 +221,32 @@ class Supervisor:
                 self.watch.feed(text, time.monotonic())
             self._keep(text)
 
+    def _without_own(self, chunk: bytes) -> bytes:
+        """Of an engine that serves, whole lines without those of its access log about our own checks that it answered.
+
+        They are known by the very port that a check came from, and each is dropped once. Before and after that
+        everything goes on as it comes.
+        """
+        chunk, self.held = self.held + chunk, b""
+        if self.state != "ready":
+            return chunk
+        whole, end, self.held = chunk.rpartition(b"\n")
+        if len(self.held) > LONGEST_LINE:
+            whole, self.held = chunk, b""
+            end = b""
+        return b"".join(line for line in (whole + end).splitlines(keepends=True) if not self._own(line))
+
+    @staticmethod
+    def _own(line: bytes) -> bool:
+        for request in list(engine_api.asked):
+            if b" " + request in line:
+                engine_api.asked.remove(request)
+                return True
+        return False
+
     def _keep(self, text: str) -> None:
         lines = (self.partial + text).split("\n")
-        self.partial = lines.pop()[-65536:]
+        self.partial = lines.pop()[-LONGEST_LINE:]
         self.tail.extend(lines)
         if self.state in ("loading", "ready"):
             for line in lines:
@@ -285,7 +312,7 @@ class Supervisor:
         if self.probe is None:
             inodes = processes.listening_inodes(self.variant["port"])
             if inodes and any(processes.holds_socket(pid, inodes) for pid in processes.descendants(os.getpid())):
-                self.probe = Probe(self.variant, self.api_key, engine_api.PROBE_TOKENS)
+                self.probe = Probe(self.variant, self.api_key, engine_api.PROBE_TOKENS, names=True)
             return
         if not self.probe.done:
             return
@@ -411,6 +438,12 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
         asked = self.stop_asked is not None and self.failure is None
         returncode = self.child.returncode if self.child is not None else None
+        if self.held:
+            with contextlib.suppress(BrokenPipeError):
+                sys.stdout.buffer.write(self.held)
+                sys.stdout.buffer.flush()
+            self._keep(self.held.decode("utf-8", "replace"))
+            self.held = b""
         if self.partial:
             self._keep("\n")
         if asked:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from ..module_utils import diagnosis, identity, processes, records, signatures, units
-from . import collective, collective_check, engine_api, gpus, preflight, shared_memory, systemd
+from . import collective, collective_check, engine_api, gpus, jobs, preflight, shared_memory, systemd
 from .installed import active_units, api_key, data_file, managed_units, managed_variants, service_user
 
 JsonDict = dict[str, Any]
@@ -157,6 +157,17 @@ class Swap:
             systemd.systemctl("daemon-reload")
         except systemd.SystemdError as error:
             self.say(f"systemd does not know yet what starts at boot: {error}")
+
+    def end_job(self) -> None:
+        """End a measuring job, so that the drain is not spent on its requests; its own record says why."""
+        why = "it was ended by a swap to '{}', asked for by {}".format(self.swap["to"]["variant"], self.swap["by"])
+        try:
+            job = jobs.end(self.layout, why)
+        except (OSError, systemd.SystemdError) as error:  # a job must not keep a swap from its way
+            self.say(f"a measuring job could not be ended: {error}")
+        else:
+            if job:
+                self.say("ended a {kind} job by {by}".format(**job))
 
     def stop_all(self, limit_s: float) -> None:
         """Stop every engine unit that is up, and count its streams. A stop that ends `failed` is still a stop."""
@@ -408,6 +419,7 @@ class Swap:
 
     def stop_old(self) -> None:
         """Stop what serves; from here on a failure means a roll back."""
+        self.end_job()
         self.swap["stopped_old"] = True
         self.swap["service_lost_s"] = time.monotonic() if active_units(self.layout) else None
         running = self._running_requests(None)
@@ -428,6 +440,7 @@ class Swap:
             return
         try:
             self.phase("rollback-stop")
+            self.end_job()
             self.stop_all(self._stop_limit_s())
             target = self.swap["to"]["unit"]
             if good is None or good["unit"] != target:

@@ -257,9 +257,10 @@ def plan_text(host: str, plan: Mapping[str, Any]) -> str:
     """What a benchmark will take, for people, before it begins."""
     left = f"; left out above --max-num-seqs: {', '.join(map(str, plan['left_out']))}" if plan["left_out"] else ""
     levels = ", ".join(map(str, plan["levels"])) or "none"
+    minutes = max(1, round(plan["at_most_s"] / 60))
     return (
-        f"{host}: benchmark of '{plan['variant']}' at {levels} streams{left}: {plan['passes']} passes, at most "
-        f"{max(1, round(plan['at_most_s'] / 60))} min"
+        f"{host}: benchmark of '{plan['variant']}' at {levels} streams{left}: {plan['prompts']} prompts are recorded, "
+        f"then asked in {plan['passes']} passes; {minutes} min if every answer is as long as it may be, mostly less"
     )
 
 
@@ -267,7 +268,7 @@ def progress_line(host: str, status: Mapping[str, Any]) -> str:
     """One line of progress in the shape of a swap's: host | variant | benchmark | how far."""
     found = status["progress"]
     if not found:
-        return f"{host} | - | benchmark | recording the answers"
+        return f"{host} | - | benchmark | beginning"
     left = f"{found['left_s'] / 60:.1f} min left"
     return (
         f"{host} | {found['variant']} | benchmark | {found['done']} of {found['of']} passes | {found['what']} | {left}"

@@ -63,6 +63,8 @@ class Layout:
         self.units = base / "etc/systemd/system"
         self.runtime = base / "run/swapgate"
         self.lock = base / "run/swapgate/swap.lock"
+        self.job = base / "run/swapgate/job.lock"
+        self.job_end = base / "run/swapgate/job-end.json"
         self.home = base / "var/lib/vllm"
 
     def release(self, release: str) -> Path:

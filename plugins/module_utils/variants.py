@@ -7,8 +7,10 @@ Everything here is data to data. The allowed keys, their types and their default
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,8 +23,41 @@ _NAME = re.compile(r"[a-z0-9]+([._-][a-z0-9]+)*")
 # Paths stand unquoted in units; nobody needs blanks or % in them enough to make that unreadable.
 _PATH = re.compile(r"/[A-Za-z0-9/._@+-]+")
 _ENV = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# A name, or what an IPv4 address looks like without being one: then it is refused.
+_HOST_NAME = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+# Quoted, these are texts to YAML; no flag of the engine and no key of its speculative_config takes one of them.
+_QUOTED_SWITCHES = ("yes", "no", "true", "false", "on", "off")
 # Types as argument specs name them. A quoted number is a string: YAML already says which is meant.
 _TYPES = {"str": str, "path": str, "int": int, "bool": bool, "dict": dict, "list": list}
+
+WEEK_S = 604800
+# Least and most of the numbers, by where they stand. An argument spec has no word for a range: its descriptions say it.
+RANGES: dict[str, dict[str, tuple[float, float]]] = {
+    "variant": {
+        "load_timeout_s": (1, WEEK_S),
+        "stall_timeout_s": (1, WEEK_S),
+        "drain_timeout_s": (0, WEEK_S),
+        "restart_delay_s": (0, WEEK_S),
+        "soak_s": (0, WEEK_S),
+    },
+    "model": {"tensor_parallel_size": (1, 1024)},
+    "host": {"port": (1, 65535), "free_memory_mib": (0, 1000000), "free_timeout_s": (0, WEEK_S)},
+    "speculative_config": {
+        "num_speculative_tokens": (1, 256),
+        "prompt_lookup_min": (1, 1024),
+        "prompt_lookup_max": (1, 1024),
+        "draft_tensor_parallel_size": (1, 1024),
+    },
+    "engine_args": {
+        "max-num-seqs": (1, 1000000),
+        "max-num-batched-tokens": (1, 100000000),
+        "gpu-memory-utilization": (0, 1),
+        "pipeline-parallel-size": (1, 1024),
+        "data-parallel-size": (1, 1024),
+    },
+}
+# Methods that draft without a model.
+_FROM_TEXT = ("ngram", "ngram_gpu", "suffix")
 
 # Flags that other keys render. Two places for one fact would let them disagree.
 OWNED_FLAGS = {
@@ -56,11 +91,24 @@ TRIAL_BIND = "127.0.0.1"
 TRIAL_FOLDER = "/usr/local/lib/swapgate/swapgate/engine_extension"
 TRIAL_ARGS = {"worker-extension-cls": "swapgate_trial.TrialWorker", "per-request-spec-decode-metrics": "detailed"}
 TRIAL_ENV = {"PYTHONPATH": TRIAL_FOLDER, "VLLM_SERVER_DEV_MODE": "1"}
+# What an API key does not guard, as vLLM 0.32 has it.
+GUARDED = "/v1, /v2, /inference and /cohere"
+OPEN_PATHS = "/metrics, /health, /version, /load, /tokenize, /detokenize, /rerank, /score, /pooling and /invocations"
+NO_API_KEY = "no-api-key"
+# Where the entries of each table come from.
+SOURCES = {
+    "variant": "group_vars/all/variants.yml and swapgate_variants of your inventory",
+    "model": "group_vars/all/models.yml and swapgate_models of your inventory",
+}
 SECRET_VARIABLES = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 class VariantError(ValueError):
     """Input that cannot become a unit. The text says what, where, found against expected, and what to do next."""
+
+
+class NotHere(VariantError):
+    """A variant that this model, host or engine version cannot have, while another one may."""
 
 
 def _closest(word: str, words: Sequence[str]) -> str:
@@ -75,8 +123,14 @@ def _check_type(where: str, key: str, value: Any, name: str) -> None:
         raise VariantError(f"{where}: key '{key}' is {value!r}, expected {name}. Correct the entry.{quote}")
 
 
-def _check_entry(where: str, entry: Any, options: Mapping[str, Any]) -> None:
-    """Keys and types of one entry. Null counts as absent."""
+def _check_range(where: str, key: str, value: float, ranges: Mapping[str, tuple[float, float]]) -> None:
+    least, most = ranges.get(key, (value, value))
+    if not least <= value <= most:
+        raise VariantError(f"{where}: key '{key}' is {value!r}, expected {least} to {most}. Correct the entry.")
+
+
+def _check_entry(where: str, entry: Any, options: Mapping[str, Any], kind: str = "") -> None:
+    """Keys, types, choices and, by the ``kind`` of the entry, ranges. Null counts as absent."""
     if not isinstance(entry, dict):
         raise VariantError(f"{where}: found {entry!r}, expected a map of keys. Correct the entry.")
     for key, value in entry.items():
@@ -95,6 +149,14 @@ def _check_entry(where: str, entry: Any, options: Mapping[str, Any]) -> None:
         _check_type(where, key, value, option["type"])
         for item in value if "elements" in option else []:
             _check_type(where, key, item, option["elements"])
+        if option["type"] == "int":
+            _check_range(where, key, value, RANGES.get(kind, {}))
+        if value not in option.get("choices", [value]):
+            raise VariantError(
+                "{}: key '{}' is {!r}, expected one of {}.{} Correct the entry.".format(
+                    where, key, value, ", ".join(option["choices"]), _closest(str(value), option["choices"])
+                )
+            )
 
 
 def _check_required(where: str, entry: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -103,7 +165,34 @@ def _check_required(where: str, entry: Mapping[str, Any], options: Mapping[str, 
             raise VariantError(f"{where}: key '{key}' is missing: {option['description']}")
 
 
-def _choose(kind: str, name: Any, table: Mapping[str, Any], source: str) -> Any:
+def _check_name(kind: str, name: Any) -> None:
+    if not _NAME.fullmatch(str(name)):
+        raise VariantError(f"{kind} {str(name)!r}: a name is lower-case letters, digits and single '.', '_' or '-'.")
+
+
+def _check_one_line(where: str, what: str, text: str) -> None:
+    """Refuse what would end a line of a unit for systemd or for a reader, or cannot be seen."""
+    for character in text:
+        if unicodedata.category(character)[0] == "C" or unicodedata.category(character) in ("Zl", "Zp"):
+            raise VariantError(
+                f"{where}: {what} {text!r}: expected one line without control characters, found "
+                f"U+{ord(character):04X}. Correct the entry."
+            )
+
+
+def _check_bind(where: str, bind: str) -> None:
+    if _HOST_NAME.fullmatch(bind):
+        return
+    try:
+        ipaddress.ip_address(bind)
+    except ValueError:
+        raise VariantError(
+            f"{where}: key 'bind' is {bind!r}, expected an IP address of this host or its name. Correct the entry."
+        ) from None
+
+
+def _choose(kind: str, name: Any, table: Mapping[str, Any], named_by: str = "") -> Any:
+    source = SOURCES[kind] + named_by
     if name not in table:
         raise VariantError(
             "{} '{}' does not exist.{} {}s that exist: {} (from {}).".format(
@@ -127,6 +216,33 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> JsonDict:
     return merged
 
 
+def lay_over(shipped: Mapping[str, Any], own: Any, name: str) -> JsonDict:
+    """The table that counts: ``own``, an inventory's variable ``name``, laid over the one that ships.
+
+    An entry replaces the shipped one of its name, null removes it, and with it what extends it. A table of variants
+    whose entries extend a base of their own under another name is complete: nothing that ships is added.
+    """
+    if not isinstance(own, dict):
+        raise VariantError(f"{name}: found {own!r}, expected a map of entries by name. Correct it in your inventory.")
+    for key in [key for key, entry in own.items() if entry is None and key not in shipped]:
+        raise VariantError(
+            f"{name}: '{key}' is null, which removes a shipped entry, and none has that name."
+            f"{_closest(str(key), list(shipped))} Shipped: {', '.join(sorted(shipped))}."
+        )
+    kept = {key: entry for key, entry in own.items() if entry is not None}
+    bases = {_base_of(entry) for entry in kept.values()}
+    if any(key in bases and key not in shipped and not _base_of(kept[key]) for key in kept):
+        return kept
+    merged = {key: entry for key, entry in {**shipped, **kept}.items() if key not in own or key in kept}
+    roots = {key for key, entry in merged.items() if not _base_of(entry)}
+    return {key: entry for key, entry in merged.items() if key in own or key in roots or _base_of(entry) in roots}
+
+
+def _base_of(entry: Any) -> str | None:
+    base = entry.get("extends") if isinstance(entry, dict) else None
+    return str(base) if base else None
+
+
 def defaults_of(options: Mapping[str, Any]) -> JsonDict:
     """The defaults that an argument spec's options declare."""
     return {key: option["default"] for key, option in options.items() if "default" in option}
@@ -135,13 +251,13 @@ def defaults_of(options: Mapping[str, Any]) -> JsonDict:
 def layers(name: str, variants: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, JsonDict]:
     """The entries that make a variant, base first, by the words for where each stands. One level of ``extends``."""
     where = f"variant '{name}'"
-    entry = _choose("variant", name, variants, "swapgate_variants")
-    _check_entry(where, entry, options)
+    entry = _choose("variant", name, variants)
+    _check_entry(where, entry, options, "variant")
     base_name = entry.get("extends")
     if base_name is None:
         return {where: entry}
-    base = _choose("variant", base_name, variants, f"swapgate_variants, named by `extends` of {where}")
-    _check_entry(f"variant '{base_name}'", base, options)
+    base = _choose("variant", base_name, variants, f"; it is named by `extends` of {where}")
+    _check_entry(f"variant '{base_name}'", base, options, "variant")
     if base.get("extends"):
         raise VariantError(
             "{}: `extends: {}` is itself built on '{}'; only one level is allowed. Extend '{}' directly.".format(
@@ -186,6 +302,11 @@ def render_flags(arguments: Mapping[str, Any]) -> list[str]:
     return [word for key, value in arguments.items() for word in render_flag(key, value)]
 
 
+def _check_switch(what: str, value: Any) -> None:
+    if isinstance(value, str) and value.lower() in _QUOTED_SWITCHES:
+        raise VariantError(f"{what} is the text {value!r}, expected true or false. Write it without quotes.")
+
+
 def _engine_args(where: str, arguments: Mapping[str, Any]) -> JsonDict:
     checked = {}
     for raw in sorted(arguments):
@@ -196,7 +317,11 @@ def _engine_args(where: str, arguments: Mapping[str, Any]) -> JsonDict:
             raise VariantError(
                 f"{where}: engine argument '{key}' is set by {OWNED_FLAGS[key]}. Set it there and remove it here."
             )
-        checked[key] = arguments[raw]
+        value = arguments[raw]
+        _check_switch(f"{where}: engine argument '{key}'", value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            _check_range(f"{where}.engine_args", key, value, RANGES["engine_args"])
+        checked[key] = value
     return checked
 
 
@@ -218,16 +343,40 @@ def _environment(where: str, environment: Mapping[str, Any]) -> JsonDict:
             raise VariantError(
                 f"{where}: environment variable {key} is {value!r}; expected a string or a number. Quote the value."
             )
+        _check_one_line(where, f"environment variable {key}", str(value))
         checked[str(key)] = str(value)
     return checked
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether only this host reaches what listens there."""
+    return bind.startswith("127.") or bind in ("localhost", "::1")
+
+
+def exposure(resolved: Mapping[str, Any], has_key: bool) -> tuple[str | None, str | None]:
+    """(why the variant must not listen where it would, what its operator should know), each or None."""
+    bind = resolved["bind"]
+    if is_loopback(bind):
+        return None, None
+    reach = f"{bind}:{resolved['port']}"
+    unguarded = f"an API key guards only paths below {GUARDED}; {OPEN_PATHS} answer everybody without it"
+    if has_key:
+        return None, f"the engine listens on {reach}: {unguarded}. Keep those from strangers by a firewall or a proxy."
+    if NO_API_KEY in resolved["accepted_risks"]:
+        return None, f"the engine listens on {reach} without an API key, as `accepted_risks: [{NO_API_KEY}]` allows."
+    return (
+        f"the engine would listen on {reach} and answer everybody who reaches it, since there is no API key. Set "
+        f"vllm_service_api_key (from a vault), or `bind: 127.0.0.1`, or accept it: `swapgate_host: {{accepted_risks: "
+        f"[{NO_API_KEY}]}}`. Even so {unguarded}."
+    ), None
 
 
 def _profiler(where: str, version: str, bind: str, model_name: str, name: str) -> JsonDict:
     """The engine's --profiler-config: traces below the service user's home, of the workers alone, without stacks."""
     if not versions.at_least(version, "0.13"):
-        raise VariantError(f"{where}: `profiler` needs engine version 0.13 or newer, found {version}.")
-    if not (bind.startswith("127.") or bind in ("localhost", "::1")):
-        raise VariantError(
+        raise NotHere(f"{where}: `profiler` needs engine version 0.13 or newer, found {version}.")
+    if not is_loopback(bind):
+        raise NotHere(
             f"{where}: `profiler` opens /start_profile and /stop_profile to all who reach {bind}, without a key. "
             "Set `bind` of the host to 127.0.0.1 as long as this variant serves."
         )
@@ -257,33 +406,67 @@ def unit_name(model_name: str, variant_name: str, is_base: bool) -> str:
     return "vllm-{}{}.service".format(model_name, "" if is_base else "-" + variant_name)
 
 
-def _speculative(where: str, entry: JsonDict, model: Mapping[str, Any]) -> JsonDict | None:
+def _speculative(where: str, entry: JsonDict, model: Mapping[str, Any], version: str) -> JsonDict | None:
     config = entry.get("speculative_config")
+    draft = entry.get("draft")
     if not config:
-        if entry.get("draft"):
+        if draft:
             raise VariantError(
-                f"{where}: `draft: {entry['draft']}` without a speculative_config has no effect. Give the config, or "
-                "remove `draft`."
+                f"{where}: `draft: {draft}` without a speculative_config has no effect. Give the config, or remove "
+                "`draft`."
             )
         return None
     config = dict(config)
-    draft = entry.get("draft")
+    _check_speculative(where, config, draft, version)
     if draft is not None:
         drafts = model.get("drafts", {})
         if draft not in drafts:
-            raise VariantError(
+            raise NotHere(
                 "{}: the model names no draft '{}'. Drafts of the model: {}. Add `drafts: {{{}: /path/to/draft}}` to "
                 "the model entry.".format(where, draft, ", ".join(sorted(drafts)) or "none", draft)
             )
         config["model"] = drafts[draft]
-    if config.get("method") in ("ngram", "ngram_gpu"):
+    return config
+
+
+def _check_speculative(where: str, config: Mapping[str, Any], draft: Any, version: str) -> None:
+    """What the table can tell of a speculative_config; the rest is the engine's own parser's."""
+    place = f"{where}.speculative_config"
+    method = config.get("method")
+    if not versions.newer_than_read(version):
+        for key in config:
+            if str(key).replace("-", "_") not in versions.SPECULATIVE_KEYS:
+                near = _closest(str(key), versions.SPECULATIVE_KEYS)
+                raise VariantError(f"{place}: unknown key '{key}'.{near} Correct or remove it.")
+        if method is not None and method not in versions.SPECULATIVE_METHODS:
+            raise VariantError(
+                "{}: method {!r} is none that vLLM knows.{} Methods: {}, and those of single models that end in "
+                "_mtp.".format(
+                    place,
+                    method,
+                    _closest(str(method), versions.SPECULATIVE_METHODS),
+                    ", ".join(word for word in versions.SPECULATIVE_METHODS if not word.endswith("_mtp")),
+                )
+            )
+    for key, value in config.items():
+        _check_switch(f"{place}: key '{key}'", value)
+        if key in RANGES["speculative_config"]:
+            _check_type(place, key, value, "int")
+            _check_range(place, key, value, RANGES["speculative_config"])
+    has_model = draft is not None or config.get("model") is not None
+    if method is None and not has_model:
+        raise VariantError(f"{place}: key 'method' is missing, expected one such as ngram. Add it.")
+    if method in _FROM_TEXT and has_model:
+        raise VariantError(f"{place}: method '{method}' drafts without a model. Remove `draft` and `model`.")
+    if method in ("ngram", "ngram_gpu"):
         low, high = config.get("prompt_lookup_min"), config.get("prompt_lookup_max")
         if low is None or high is None:
             raise VariantError(
                 f"{where}: give both prompt_lookup_min and prompt_lookup_max; found min={low}, max={high}. The engine "
                 "copies a missing one from the other, which silently searches one length only."
             )
-    return config
+        if low > high:
+            raise VariantError(f"{place}: prompt_lookup_min={low} must be <= prompt_lookup_max={high}. Correct one.")
 
 
 def _trial(where: str, is_trial: bool, extra: JsonDict, environment: JsonDict, speculative: JsonDict | None) -> None:
@@ -322,21 +505,28 @@ def resolve(
     """
     options = {kind: spec[kind]["options"] for kind in ("variant", "model", "host")}
     where = f"variant '{name}'"
-    if not _NAME.fullmatch(str(name)):
-        raise VariantError(f"{where}: a name is lower-case letters, digits and single '.', '_' or '-'.")
+    _check_name("variant", name)
+    _check_name("model", model_name)
     entry = dict(defaults_of(options["variant"]), **flatten(name, variants, options["variant"]))
-    model = _choose("model", model_name, models, "swapgate_models")
-    _check_entry(f"model '{model_name}'", model, options["model"])
+    model = _choose("model", model_name, models)
+    _check_entry(f"model '{model_name}'", model, options["model"], "model")
     model = dict(defaults_of(options["model"]), **{key: value for key, value in model.items() if value is not None})
-    _check_entry("swapgate_host", host, options["host"])
+    _check_entry("swapgate_host", host, options["host"], "host")
     host = dict(defaults_of(options["host"]), **{key: value for key, value in host.items() if value is not None})
     _check_required(f"model '{model_name}'", model, options["model"])
     _check_required("swapgate_host", host, options["host"])
     for place, path in ((f"model '{model_name}'", model["path"]), ("swapgate_host", host["engines_root"])):
         if not _PATH.fullmatch(path):
             raise VariantError(f"{place}: path {path!r}: expected an absolute path of letters, digits and /._@+-.")
-    if re.search(r"[\x00-\x1f\x7f\\]", entry["description"]):
+    if "\\" in entry["description"]:
         raise VariantError(f"{where}: description {entry['description']!r}: expected one line without a backslash.")
+    _check_one_line(where, "description", entry["description"])
+    _check_one_line(f"model '{model_name}'", "served_name", model["served_name"])
+    _check_bind("swapgate_host", host["bind"])
+    if any(index < 0 for index in host["gpus"]) or len(set(host["gpus"])) != len(host["gpus"]):
+        raise VariantError(
+            f"swapgate_host: key 'gpus' is {host['gpus']}, expected each GPU's index once, from 0. Correct the entry."
+        )
 
     engine = dict(host["engine"])
     if entry.get("engine_version"):
@@ -344,7 +534,7 @@ def resolve(
     try:
         versions.release(engine["version"])
     except ValueError as error:
-        raise VariantError(f"{where}: engine version: {error}, expected one such as 0.32.0.") from error
+        raise VariantError(f"{where}: engine version: {error}, expected one such as 0.32.0.") from None
     engine["venv"] = "{}/{}-{}".format(host["engines_root"].rstrip("/"), engine["package"], engine["version"])
 
     bind = TRIAL_BIND if entry["trial"] else host["bind"]
@@ -368,7 +558,7 @@ def resolve(
     collective = _nccl(sources)
     twice = sorted(set(collective["settings"]) & set(environment))
     if twice:
-        raise VariantError(
+        raise NotHere(
             f"{where}: {', '.join(twice)} stands in `env` and comes from `nccl` too. Keep it in `nccl`, where a "
             "variable of the profile can be overridden or removed with null."
         )
@@ -377,7 +567,7 @@ def resolve(
         # The engine takes the first ones that it sees: these, by nvidia-smi's order.
         chosen = ",".join(str(index) for index in host["gpus"])
         environment = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": chosen, **environment}
-    speculative = _speculative(where, entry, model)
+    speculative = _speculative(where, entry, model, engine["version"])
     _trial(where, entry["trial"], extra, environment, speculative)
     arguments.update(extra)
     if versions.at_least(engine["version"], "0.18"):
@@ -420,15 +610,68 @@ def resolve(
     }
 
 
-def contradictions(resolved: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What makes variants of one host impossible together: two that would write the same unit file."""
-    owner: dict[str, str] = {}
+def resolve_all(
+    variants: Mapping[str, Any], models: Mapping[str, Any], model_name: Any, host: Any, spec: Mapping[str, Any]
+) -> tuple[dict[str, JsonDict], dict[str, str]]:
+    """(each variant that the model can have on the host, why it cannot have the others), by name.
+
+    A mistake anywhere in the tables is a VariantError, whichever variant was asked for.
+    """
+    if model_name is None:
+        raise VariantError(
+            "swapgate_model is not set for this host, expected the name of a model: {} (from {}). Set it in "
+            "group_vars/vllm_hosts.yml of your inventory.".format(", ".join(sorted(models)), SOURCES["model"])
+        )
+    if host is None:
+        raise VariantError(
+            "swapgate_host is not set for this host, expected what belongs to the machine, at least "
+            "`swapgate_host: {engine: {package: vllm, version: 0.32.0}}`. Set it in group_vars/vllm_hosts.yml of your "
+            "inventory; inventory/example-8gpu-pcie has an example."
+        )
+    for model in models:
+        _check_name("model", model)
+    found: dict[str, JsonDict] = {}
+    impossible: dict[str, str] = {}
+    for name in variants:
+        try:
+            found[name] = resolve(name, variants, models, model_name, host, spec)
+        except NotHere as error:
+            impossible[name] = str(error)
+    problems = contradictions(variants, models, model_name)
+    if problems:
+        raise VariantError("; ".join(problems))
+    return found, impossible
+
+
+def choose(name: Any, found: Mapping[str, JsonDict], impossible: Mapping[str, str], model_name: str) -> JsonDict:
+    """The variant that was asked for, of what resolve_all gave. VariantError when the model cannot have it here."""
+    here = "model '{}' can have {} on this host".format(model_name, ", ".join(sorted(found)) or "none")
+    if name in impossible:
+        raise NotHere(f"{impossible[name]} Of the variants that exist {here}.")
+    _choose("variant", name, {**found, **impossible}, f"; {here}" if impossible else "")
+    return found[name]
+
+
+def contradictions(variants: Mapping[str, Any], models: Mapping[str, Any], model_name: str) -> list[str]:
+    """What makes the tables impossible: two variants, of one model or of two, that would have one unit file.
+
+    Only names are looked at, so that a variant which a model cannot have counts too.
+    """
+    bases = [name for name in variants if not _base_of(variants[name])]
+    if len(bases) > 1:
+        return [
+            f"variants '{bases[0]}' and '{bases[1]}' would both be {unit_name(model_name, bases[0], True)}: only one "
+            "variant may extend nothing. Add `extends` to one of them."
+        ]
+    owner: dict[str, tuple[str, str]] = {}
     problems = []
-    for variant in resolved:
-        other = owner.setdefault(variant["unit"], variant["name"])
-        if other != variant["name"]:
-            problems.append(
-                "variants '{}' and '{}' would both be {}: only one variant may extend nothing. Add `extends` to one "
-                "of them.".format(other, variant["name"], variant["unit"])
-            )
+    for model in models:
+        for name in variants:
+            unit = unit_name(model, name, name in bases)
+            other, its = owner.setdefault(unit, (model, name))
+            if other != model:
+                problems.append(
+                    f"variant '{its}' of model '{other}' and variant '{name}' of model '{model}' would both be {unit}. "
+                    f"Rename model '{other}' or model '{model}'."
+                )
     return problems

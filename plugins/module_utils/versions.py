@@ -60,6 +60,89 @@ VARIABLES: tuple[Removal, ...] = (
 )
 
 
+# What --speculative-config takes in 0.16, 0.24 or 0.32, read from vllm/config/speculative.py of each. Which of them an
+# engine takes is its own parser's to say.
+NEWEST_READ = "0.32"
+SPECULATIVE_METHODS: tuple[str, ...] = (
+    "ngram",
+    "medusa",
+    "mlp_speculator",
+    "draft_model",
+    "suffix",
+    "custom_class",
+    "eagle",
+    "eagle3",
+    "extract_hidden_states",
+    "mtp",
+    "dflash",
+    "ngram_gpu",
+    "dspark",
+    "bailing_hybrid_mtp",
+    "bailing_hybrid_v3_mtp",
+    "deepseek_mtp",
+    "dots3_note_mtp",
+    "ernie_mtp",
+    "exaone4_5_mtp",
+    "exaone_moe_mtp",
+    "gemma4_mtp",
+    "glm4_moe_lite_mtp",
+    "glm4_moe_mtp",
+    "glm5_next_mtp",
+    "glm_ocr_mtp",
+    "hy_v3_mtp",
+    "hy_v4_mtp",
+    "inkling_mtp",
+    "kimi_k3_mtp",
+    "longcat_flash_mtp",
+    "mimo_mtp",
+    "mimo_v2_mtp",
+    "minimax_m3_mtp",
+    "nemotron_h_mtp",
+    "pangu_ultra_moe_mtp",
+    "qwen3_5_mtp",
+    "qwen3_next_mtp",
+    "qwen4_exp_mtp",
+    "step3p5_mtp",
+)
+SPECULATIVE_KEYS: tuple[str, ...] = (
+    "attention_backend",
+    "code_revision",
+    "disable_by_batch_size",
+    "disable_eagle_block_drop",
+    "disable_padded_drafter_batch",
+    "draft_load_config",
+    "draft_sample_method",
+    "draft_tensor_parallel_size",
+    "dspark_draft_topk",
+    "enable_adaptive_verification",
+    "enforce_eager",
+    "index_share_for_mtp_iteration",
+    "kv_cache_dtype",
+    "max_model_len",
+    "method",
+    "model",
+    "moe_backend",
+    "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
+    "parallel_drafting",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "quantization",
+    "rejection_sample_method",
+    "revision",
+    "speculative_token_tree",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_min_token_prob",
+    "synthetic_acceptance_length",
+    "synthetic_acceptance_rates",
+    "tensor_parallel_size",
+    "use_heterogeneous_vocab",
+    "use_local_argmax_reduction",
+)
+
+
 class Vulnerability(NamedTuple):
     """A published hole, closed in release ``fixed_in``."""
 
@@ -93,6 +176,11 @@ def at_least(version: str, floor: str) -> bool:
     have, want = release(version), release(floor)
     width = max(len(have), len(want))
     return have + (0,) * (width - len(have)) >= want + (0,) * (width - len(want))
+
+
+def newer_than_read(version: str) -> bool:
+    """Whether an engine may take words that the tables here do not have yet."""
+    return (*release(version), 0)[:2] > release(NEWEST_READ)
 
 
 def _successor(removal: Removal, version: str) -> str:

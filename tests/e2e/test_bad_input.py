@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,80 @@ def test_a_table_that_cannot_be_meant(host: Host, change: dict[str, object], sai
     before = host.picture()
     run = host.deploy("ngram", swapgate_variants={**host.inventory_variants(), **change})
     one_error(run, *said)
+    assert host.picture() == before
+
+
+@pytest.mark.parametrize(
+    ("host_entry", "key", "said"),
+    [({"bind": "0.0.0.0"}, "", ["since there is no API key", "no-api-key", "/metrics"])],
+)
+def test_an_engine_that_strangers_would_reach(
+    host: Host, host_entry: dict[str, object], key: str, said: list[str]
+) -> None:
+    before = host.picture()
+    given = {**host.inventory_value("swapgate_host"), **host_entry}
+    run = host.deploy("ngram", swapgate_host=given, vllm_service_api_key=key)
+    one_error(run, *said)
+    assert run.recap()["changed"] == 0
+    assert host.picture() == before
+
+
+def test_a_model_that_is_not_there_is_told_before_the_engine_is_installed(host: Host) -> None:
+    before = host.picture()
+    models = host.inventory_value("swapgate_models")
+    models["tiny"]["path"] = "/srv/models/nowhere"
+    table = host.inventory_variants()
+    table["older"]["engine_version"] = "0.26.0"
+    run = host.deploy("older", swapgate_models=models, swapgate_variants=table)
+    one_error(run, "/srv/models/nowhere: found no such folder", "or a `source` in its entry")
+    assert run.recap()["changed"] == 0
+    assert host.run("test -e /opt/swapgate/engines/vllm-0.26.0").returncode == 1
+    assert host.picture() == before
+
+
+def test_words_given_as_texts_mean_what_they_say(host: Host) -> None:
+    before = host.picture()
+    words = ["preflight_only=true", "nvidia_stack_install=false", "end_orphans=no", "confirm_within_s=0"]
+    words += ["python_env_allow_unpinned=yes", "python_env_no_index=true", "python_env_needed_mib=100"]
+    words += ["keep_if_faster=false", "model_cache_rehash=false", "concurrency=[1,4]"]
+    run = host.deploy("ngram", *[part for word in words for part in ("-e", word)])
+    assert run.code == 0, run.text[-3000:]
+    assert "vLLM 0.32.0 accepts the variant" in run.flat
+    assert host.picture() == before
+
+
+def test_a_part_of_a_play_is_refused(host: Host) -> None:
+    before = host.picture()
+    run = host.deploy("ngram", "--tags", "never")
+    one_error(run, "found --tags never", "these playbooks have no tags")
+    assert host.picture() == before
+
+
+def colliding_keys() -> tuple[str, str]:
+    """Two keys whose hashes begin with the same four digits."""
+    seen: dict[str, str] = {}
+    for number in range(10**6):
+        key = f"sk-test-{number}"
+        mark = hashlib.sha256(key.encode()).hexdigest()[:4]
+        if mark in seen:
+            return seen[mark], key
+        seen[mark] = key
+    raise AssertionError("no two keys collide")
+
+
+def test_a_key_that_the_unit_could_not_tell_from_the_stored_one(host: Host) -> None:
+    before = host.picture()
+    first, second = colliding_keys()
+    stored = "/etc/swapgate/credentials/vllm_api_key"
+    try:
+        assert host.ansible("playbooks/preflight.yml", variant="ngram", vllm_service_api_key=first).code == 0
+        run = host.ansible("playbooks/preflight.yml", variant="ngram", vllm_service_api_key=second)
+        one_error(run, "has the same four-digit fingerprint as the stored one")
+        assert second not in run.text and first not in run.text
+        assert host.sh(f"cat {stored}") == first
+        assert host.ansible("playbooks/preflight.yml", variant="ngram", vllm_service_api_key=first).code == 0
+    finally:
+        host.sh(f"rm -f {stored}")
     assert host.picture() == before
 
 

@@ -38,7 +38,7 @@ def test_what_serves_is_measured_and_left_alone(host: Host, prompts: Path, tmp_p
         "playbooks/benchmark.yml", prompts=str(prompts), run=str(tmp_path / "run"), repeats=1, concurrency="[2]"
     )
     assert run.code == 0, run.text[-4000:]
-    assert "benchmark of 'baseline' at 2 streams: 2 passes, at most 1 min" in run.flat
+    assert "benchmark of 'baseline' at 2 streams: 16 prompts are recorded, then asked in 2 passes; " in run.flat
     assert any("| benchmark | " in line for _, line in run.progress()), run.text
     assert host.picture() == before
     assert host.sh("ls -A /var/lib/swapgate/benchmarks") == "", "something of it stayed on the host"
@@ -80,3 +80,13 @@ def test_a_faster_variant_is_kept(host: Host, prompts: Path, tmp_path: Path) -> 
         assert host.active() == host.enabled() == [NGRAM]
         again = host.deploy("ngram", prompts=str(prompts), **MEASURE)
     assert again.code != 0 and "'ngram' serves already, expected another variant" in again.flat
+
+
+def test_a_verb_that_refuses_is_its_own_sentence_alone(host: Host) -> None:
+    for playbook, said in (
+        ("playbooks/profile.yml", "profiler: true"),
+        ("playbooks/confirm.yml", "no swap waits to be confirmed"),
+    ):
+        run = host.ansible(playbook)
+        assert run.code != 0 and "sandbox: swapgate: " in run.flat and said in run.flat, run.text
+        assert not any(field in run.text for field in ("stderr", "non-zero return code", "Traceback")), run.text

@@ -47,7 +47,7 @@ def test_refused_is_2(host: Host) -> None:
     before = host.picture()
     for words, said in (
         (("ngrm",), "variant 'ngrm' does not exist"),
-        (("mistyped", "--preflight"), "ngramm"),
+        (("mistyped", "--preflight"), "draft_tensor_parallel_size"),
         (("ngram", "-e", "nonsense"), "expected K=V"),
     ):
         run = deploy(host, *words).wait()

@@ -22,9 +22,9 @@ def test_a_good_variant_passes_and_is_not_swapped_to(host: Host) -> None:
 @pytest.mark.parametrize(
     ("variant", "said"),
     [
-        ("mistyped", ["engine's own parser", "ngramm"]),
+        ("mistyped", ["engine's own parser", "draft_tensor_parallel_size"]),
         ("unknown_flag", ["engine's own parser", "unrecognized arguments: --no-such-flag 1"]),
-        ("crossed", ["prompt_lookup_min", "prompt_lookup_max"]),
+        ("crossed", ["max_model_len", "greater than or equal to 1"]),
         ("removed_flag", ["--disable-log-requests", "0.32.0", "no-enable-log-requests"]),
         ("eagle3", ["/srv/models/tiny-eagle3", "drafts"]),
     ],
@@ -46,12 +46,12 @@ def test_the_playbook_says_what_and_where_and_ends_in_failure(host: Host) -> Non
     run = host.ansible("playbooks/preflight.yml", variant="mistyped")
     assert run.code != 0
     assert "Preflight of variant 'mistyped' on sandbox found:" in run.flat
-    assert "ngramm" in run.flat
+    assert "draft_tensor_parallel_size" in run.flat
     assert "Nothing that serves was touched." in run.flat
     assert host.picture() == before
     deploy = host.deploy("mistyped")
     assert deploy.code != 0
-    assert "ngramm" in deploy.flat
+    assert "draft_tensor_parallel_size" in deploy.flat
     assert host.picture() == before
 
 

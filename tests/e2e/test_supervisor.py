@@ -219,3 +219,29 @@ def test_only_loopback_is_listened_on(host: Host) -> None:
     if not own.startswith("127."):
         with pytest.raises(OSError):
             socket.create_connection((own, host.port), timeout=2)
+
+
+def test_the_journal_of_an_idle_engine_has_nothing_of_our_own_checks_and_all_of_others(host: Host) -> None:
+    dropin = f"/etc/systemd/system/{BASELINE}.d/99-test.conf"
+    host.write(dropin, "[Service]\nWatchdogSec=8\n")
+    try:
+        host.sh("systemctl daemon-reload")
+        start_anew(host)
+        await_state(host, "active")
+        time.sleep(1)
+        since = host.sh("date +%s.%N")
+        host.complete()
+        time.sleep(20)  # ten checks of an engine that is idle
+        lines = host.sh(f"journalctl -u {BASELINE} --since @{since} -o cat").splitlines()
+        with urllib.request.urlopen(f"http://127.0.0.1:{host.port}/metrics", timeout=5) as page:
+            counted = [
+                line for line in page.read().decode().splitlines() if line.startswith("vllm:request_success_total")
+            ]
+    finally:
+        host.sh(f"rm -f {dropin}; systemctl daemon-reload")
+        start_anew(host)
+        await_state(host, "active")
+    asked = [line for line in lines if " HTTP/1.1" in line]
+    assert len(asked) == 1 and "/completions HTTP/1.1" in asked[0], asked
+    done = sum(float(line.split()[-1]) for line in counted)
+    assert done >= 5, "the checks were made all the same"

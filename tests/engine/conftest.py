@@ -36,12 +36,15 @@ def inventory(folder: Path, port: int) -> Path:
     """The sandbox's inventory with a port of its own, short times, and variants that must be refused or fail."""
     values: dict[str, Any] = yaml.safe_load((ROOT / "inventory/sandbox/group_vars/vllm_hosts.yml").read_text())
     values["swapgate_host"]["port"] = port
-    table: dict[str, Any] = yaml.safe_load((ROOT / "group_vars/all/variants.yml").read_text())["swapgate_variants"]
+    table: dict[str, Any] = yaml.safe_load((ROOT / "group_vars/all/variants.yml").read_text())[
+        "swapgate_shipped_variants"
+    ]
     table["baseline"].update(soak_s=3, restart_delay_s=1)
     config = table["ngram"]["speculative_config"]
     own = {
-        "mistyped": {"speculative_config": {**config, "method": "ngramm"}},
-        "crossed": {"speculative_config": {**config, "prompt_lookup_min": 5}},
+        # What the table cannot tell, and the engine's own parser refuses.
+        "mistyped": {"speculative_config": {**config, "tensor_parallel_size": 1}},
+        "crossed": {"speculative_config": {**config, "max_model_len": 0}},
         "removed": {"engine_args": {"disable-log-requests": True}},
         "unknown": {"engine_args": {"no-such-flag": 1}},
         # Passes every check beforehand and dies when the KV cache is sized.

@@ -138,8 +138,8 @@ def test_the_collective_runs_in_the_variants_own_unit(ngram):
 @pytest.mark.parametrize(
     ("variant", "said"),
     [
-        ("mistyped", "method: Input should be 'ngram'"),
-        ("crossed", "prompt_lookup_m"),
+        ("mistyped", "draft_tensor_parallel_size"),
+        ("crossed", "max_model_len: Input should be greater than or equal to 1"),
         ("removed", "no-enable-log-requests"),
         ("unknown", "unrecognized arguments: --no-such-flag"),
     ],

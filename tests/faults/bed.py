@@ -60,7 +60,7 @@ RELEASES: Table = {
     "gpu": _release("gpu", {"extends": "baseline", "description": "x"}, host={"gpus": [0]}),
     "unknown_flag": _odd("unknown_flag", engine_args={"no-such-flag": 1}),
     "removed_flag": _odd("removed_flag", engine_args={"disable-log-requests": True}),
-    "bad_method": _odd("bad_method", speculative_config={**NGRAM, "method": "ngramm"}),
+    "bad_method": _odd("bad_method", speculative_config={**NGRAM, "tensor_parallel_size": 1}),
     "bad_parser": _release("bad_parser", {"extends": "baseline"}, model={"tool_call_parser": "no_such_parser"}),
     "too_long": _release("too_long", {"extends": "baseline"}, model={"max_model_len": 99999999}),
     "no_draft": _odd("no_draft", draft="eagle3", speculative_config={"method": "eagle3", "num_speculative_tokens": 3}),

@@ -79,9 +79,9 @@ REFUSED = [
     ),
     Row(
         "method-unknown",
-        "a speculative method that does not exist",
+        "a key of speculative_config that the engine refuses",
         ("refused",),
-        "method: Input should be",
+        "draft_tensor_parallel_size",
         "3",
         target="bad_method",
     ),

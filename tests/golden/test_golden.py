@@ -12,7 +12,9 @@ import yaml
 
 REPO = Path(__file__).resolve().parents[2]
 DECISION = REPO / "docs/decisions/0002-the-original-unit.md"
-VARIANTS = yaml.safe_load((REPO / "group_vars/all/variants.yml").read_text(encoding="utf-8"))["swapgate_variants"]
+VARIANTS = yaml.safe_load((REPO / "group_vars/all/variants.yml").read_text(encoding="utf-8"))[
+    "swapgate_shipped_variants"
+]
 ORIGINAL = "example-8gpu-pcie"
 KIMI = "vllm-kimi-k25-int4.service"
 KIMI_NGRAM = "vllm-kimi-k25-int4-ngram.service"

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from ansible_collections.swapgate.core.plugins.host_program import bench, main, recorder
+from ansible_collections.swapgate.core.plugins.host_program import bench, jobs, main, recorder
 from ansible_collections.swapgate.core.plugins.module_utils import records
 from fake_engine import NGRAM, READY, site
 
@@ -248,3 +248,34 @@ def test_no_level_that_the_unit_can_run(host, tmp_path):
     host.serve()
     load, _ = measure(host, tmp_path, concurrency=[8, 16])
     assert load["cause"].startswith("no level left: asked for [8, 16], the unit runs at most 4 sequences")
+
+
+def test_a_swap_ends_a_benchmark_which_says_so(host, tmp_path):
+    host.serve(tokens_per_s=20)
+    out = tmp_path / "out"
+
+    def swap():
+        while not (out / "progress.json").exists() or read(tmp_path, "progress.json")["done"] < 1:
+            time.sleep(0.05)
+        time.sleep(0.5)  # well in a pass
+        records.write_json(host.job_end, {"pid": os.getpid(), "why": "it was ended by a swap to 'ngram'"})
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ended = threading.Thread(target=swap)
+    ended.start()
+    begun = time.monotonic()
+    with jobs.running(host, "benchmark", "root"):
+        load = bench.Bench(host, request(prompts=PROMPTS[:1]), out, lambda _: None).run()
+    ended.join()
+    assert (load["outcome"], load["cause"]) == ("failed", "it was ended by a swap to 'ngram'")
+    assert time.monotonic() - begun < 20
+    with tarfile.open(tmp_path / "out.tar.gz") as archive:
+        assert {"load.json", "recorded.jsonl"} <= set(archive.getnames()), "what was measured before is kept"
+
+
+def test_the_recorders_pass_is_counted_with_the_time_left(host, tmp_path, monkeypatch):
+    host.serve()
+    monkeypatch.setattr(recorder, "TELL_S", 0.0)
+    _, said = measure(host, tmp_path, repeats=1)
+    counted = [line for line in said if "recorded 2 of 4 answers" in line]
+    assert counted and counted[0].startswith("0 of 3 passes, ") and counted[0].endswith(" min left")

@@ -129,15 +129,16 @@ def test_the_summary_and_the_level():
 
 
 def test_what_a_reader_is_told_before_and_meanwhile():
-    plan = {"variant": "ngram", "levels": [1, 4], "left_out": [16], "passes": 8, "at_most_s": 1300}
+    plan = {"variant": "ngram", "levels": [1, 4], "left_out": [16], "prompts": 16, "passes": 8, "at_most_s": 1300}
     assert bench_results.plan_text("gpu1", plan) == (
-        "gpu1: benchmark of 'ngram' at 1, 4 streams; left out above --max-num-seqs: 16: 8 passes, at most 22 min"
+        "gpu1: benchmark of 'ngram' at 1, 4 streams; left out above --max-num-seqs: 16: 16 prompts are recorded, then "
+        "asked in 8 passes; 22 min if every answer is as long as it may be, mostly less"
     )
     progress = {"variant": "ngram", "done": 3, "of": 9, "what": "concurrency 1", "left_s": 90}
     assert bench_results.progress_line("gpu1", {"progress": progress, "load": None}) == (
         "gpu1 | ngram | benchmark | 3 of 9 passes | concurrency 1 | 1.5 min left"
     )
-    assert bench_results.progress_line("gpu1", {"progress": None}).endswith("recording the answers")
+    assert bench_results.progress_line("gpu1", {"progress": None}).endswith("| beginning")
 
 
 def test_more_streams_take_less_time():

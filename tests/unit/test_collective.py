@@ -80,6 +80,7 @@ def test_sound_ranks_pass_with_a_time_and_a_bandwidth_for_each_size(check):
     assert [row["bytes"] for row in report["sizes"]] == list(collective.SIZES["gloo"])
     assert report["bus_gbps"] == pytest.approx(1.0, rel=0.05), "2 (n-1) / n of 1 GB/s over two ranks"
     assert report["environment"]["GLOO_SOCKET_IFNAME"] == "lo"
+    assert report["what"].startswith("no link between GPUs was proven"), "processes of a CPU have none"
 
 
 @pytest.mark.parametrize(

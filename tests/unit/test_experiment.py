@@ -308,7 +308,7 @@ VALUES = {
         "c": {"extends": "base", "engine_args": {"enforce-eager": True}},
         "t": {"extends": "base", "speculative_config": CONFIG, "trial": True},
     },
-    "swapgate_models": yaml.safe_load((REPO / "group_vars/all/models.yml").read_text())["swapgate_models"],
+    "swapgate_models": yaml.safe_load((REPO / "group_vars/all/models.yml").read_text())["swapgate_shipped_models"],
     "swapgate_model": "smollm2-135m-instruct",
     "swapgate_host": {"engine": {"package": "vllm", "version": "0.32.0"}, "port": 8100},
 }

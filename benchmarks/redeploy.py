@@ -32,7 +32,7 @@ def deploy(host: str, variant: str) -> dict[str, Any]:
     done = subprocess.run(
         [
             str(BIN / "ansible-playbook"),
-            *("-i", "inventory/sandbox", "-i", f".sandbox/{host}/inventory.yml"),
+            *("-i", "inventory/sandbox", "-i", f".sandbox/{host}/inventory.yml", "--limit", host),
             *("playbooks/deploy.yml", "-e", f"variant={variant}"),
         ],
         cwd=ROOT,

@@ -31,7 +31,9 @@ ANSWER_TOKENS = 120
 def playbook(name: str, host: str, *words: str) -> list[str]:
     """The command line of one of our playbooks."""
     inventories = ["-i", "inventory/sandbox", "-i", f".sandbox/{host}/inventory.yml"]
-    return [str(BIN / "ansible-playbook"), *inventories, f"playbooks/{name}.yml", *words]
+    # inventory/sandbox has the host `sandbox`, which may not be there when another is asked for.
+    only = [] if host == "sandbox" else ["--limit", host]
+    return [str(BIN / "ansible-playbook"), *inventories, *only, f"playbooks/{name}.yml", *words]
 
 
 def run(command: list[str]) -> None:

@@ -507,7 +507,7 @@ def configure(sandbox: Sandbox) -> None:
 
 
 def inventory_text(sandbox: Sandbox) -> str:
-    """An inventory of one host, `sandbox`, in group vllm_hosts. Values are JSON strings, hence valid YAML."""
+    """An inventory of one host, named like the sandbox, in group vllm_hosts. Values are JSON, hence valid YAML."""
     values = {
         "ansible_host": "127.0.0.1",
         "ansible_port": sandbox.ssh_port,
@@ -517,7 +517,7 @@ def inventory_text(sandbox: Sandbox) -> str:
         "ansible_control_path_dir": str(sandbox.control_dir),
     }
     lines = [f"      {key}: {json.dumps(value)}" for key, value in values.items()]
-    return "---\nvllm_hosts:\n  hosts:\n    sandbox:\n" + "\n".join(lines) + "\n"
+    return f"---\nvllm_hosts:\n  hosts:\n    {sandbox.name}:\n" + "\n".join(lines) + "\n"
 
 
 def certificates(text: str) -> list[str]:
@@ -802,7 +802,9 @@ def up(options: argparse.Namespace) -> int:
     with locked(sandbox.home / "lock"):
         sandbox = load_sandbox(name)
         if sandbox.running():
-            # Running is not ready: the `up` that started it may have been interrupted.
+            # Running is not ready: the `up` that started it may have been interrupted, and an older one named the
+            # host otherwise.
+            write_file(sandbox.inventory, inventory_text(sandbox))
             await_boot(sandbox, sandbox.running)
             say(f"{name} is already running (pid {sandbox.pid}, SSH port {sandbox.ssh_port})")
         else:

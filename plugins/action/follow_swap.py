@@ -48,6 +48,7 @@ class ActionModule(ActionBase):
             raise AnsibleActionFail("follow_swap: argument `id` is missing: the id that `swapgate ask` printed")
         host, display = task_vars["inventory_hostname"], Display()
         begun, heard, told_at, told = time.monotonic(), time.monotonic(), 0.0, ""
+        unknown_told = False
         while True:
             status = self._status(task_vars)
             now = time.monotonic()
@@ -65,11 +66,12 @@ class ActionModule(ActionBase):
                         return {"changed": swap["outcome"] in ("swapped", "rolled_back", "recovered"), "status": status}
                     if may_wait and swap["phase"] == "confirm":
                         return {"changed": True, "status": status}
-                    line = progress.line(host, status, time.time())
+                    line = progress.line(host, status, time.time(), unknown_told)
                     phase = progress.SEPARATOR.join(line.split(progress.SEPARATOR)[:3])
                     if phase != told or now - told_at >= TELL_S:
                         display.display(line)
                         told, told_at = phase, now
+                        unknown_told = unknown_told or progress.UNKNOWN in line
                 elif now - begun > NOT_BEGUN_LIMIT_S:
                     raise AnsibleActionFail(
                         f"{host}: swap {swap_id} has not begun after {NOT_BEGUN_LIMIT_S:.0f} s. Look at "

@@ -84,7 +84,7 @@ def check(layout: records.Layout, name: str | None, limit_s: float) -> JsonDict:
     if indices:
         state = gpus.judge(indices, variant["free_memory_mib"])
         if not state["verdict"].startswith("accept"):
-            return _nothing_run(variant, "busy", "; ".join(state["reasons"]))
+            return _nothing_run(variant, "busy", " ".join(state["faults"]))
         expected = gpus.link_gbps(variant)
     report = _run(layout, variant, text, limit_s, expected)
     report["fabric"] = collective.fabric_state()  # as root: the unit's user does not see ACS

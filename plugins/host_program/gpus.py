@@ -248,16 +248,16 @@ def ownership(layout: records.Layout) -> dict[str, Any]:
 
 
 ADVICE = {
-    "orphan": "an orphan of a dead engine: `swapgate end-orphans`, or run again with -e end_orphans=true",
-    "foreign": "not an engine of swapgate, which never ends it: stop it yourself",
-    "unseen": "look for it in containers",
-    "engine": "it still stops",
+    "orphan": "It is an orphan of a dead engine: `swapgate end-orphans`, or run again with -e end_orphans=true.",
+    "foreign": "It is not an engine of swapgate, which never ends it: stop it yourself.",
+    "unseen": "Look for it in containers.",
+    "engine": "It still stops.",
 }
 
 
 def _told(holder: Mapping[str, Any]) -> str:
     used = "an unknown amount" if holder["used_mib"] is None else "{:.0f} MiB".format(holder["used_mib"])
-    return "GPU {}: {} held by {}; {}".format(holder["gpu"], used, holder["who"], ADVICE[holder["kind"]])
+    return "GPU {}: {} held by {}. {}".format(holder["gpu"], used, holder["who"], ADVICE[holder["kind"]])
 
 
 class FreeWatch:
@@ -276,7 +276,7 @@ class FreeWatch:
         self.hopeless: str | None = None
 
     def blocked(self, now_s: float) -> list[str]:
-        """What keeps the GPUs from being free at the monotonic time ``now_s``; nothing when they are."""
+        """What keeps the GPUs from being free at the monotonic time ``now_s``, in sentences; nothing when they are."""
         if not self._indices:
             return []
         report = _whole(self._indices)
@@ -288,8 +288,7 @@ class FreeWatch:
             return []
         if verdict["verdict"] == "reject" and state not in PASSING and now_s - self._since >= STUCK_S:
             self.hopeless = state
-        reasons = list(verdict["reasons"]) + ([verdict["remedy"]] if self.hopeless else [])
-        return [*reasons, *(_told(one) for one in holders(report, self._known))]
+        return [*verdict["faults"], *(_told(one) for one in holders(report, self._known))]
 
 
 def foreign(layout: records.Layout, variant: Mapping[str, Any]) -> list[str]:
@@ -297,7 +296,7 @@ def foreign(layout: records.Layout, variant: Mapping[str, Any]) -> list[str]:
     report = _whole(variant["gpus"])
     least = float(variant["free_memory_mib"])
     held = [one for one in holders(report, ours(layout)) if one["kind"] != "engine"]
-    return [_told(one) + "." for one in held if (one["used_mib"] or 0) >= least]
+    return [_told(one) for one in held if (one["used_mib"] or 0) >= least]
 
 
 def health(indices: Sequence[int]) -> tuple[list[str], list[str]]:
@@ -310,8 +309,7 @@ def health(indices: Sequence[int]) -> tuple[list[str], list[str]]:
     verdict = nvidia_smi.judge(report, expected=len(indices), busy_mib=float("inf"))
     if verdict["state"] in PASSING:
         return [], []
-    said = ["{}. {}.".format(reason, verdict["remedy"]) for reason in verdict["reasons"]]
-    return ([], said) if verdict["verdict"].startswith("accept") else (said, [])
+    return verdict["faults"], verdict["warnings"]
 
 
 def faults(indices: Sequence[int]) -> list[str]:

@@ -7,9 +7,9 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
-from ..module_utils import processes, records, signatures
+from ..module_utils import processes, progress, records, signatures
 from . import (
     bench,
     collective_check,
@@ -32,6 +32,7 @@ EPILOG = """exit codes:
   1  the swap failed, the preflight found a problem, or what was to be measured could not be
   2  bad usage, or a record that cannot be read
   3  another swap is running, or another job measures
+Commands that show something print words on a terminal, and JSON when piped or with --json.
 `supervise` is the main process of an engine's unit; its exit codes are documented in supervisor.py.
 """
 
@@ -42,6 +43,16 @@ def _say(line: str) -> None:
 
 def _answer(value: Any) -> int:
     _say(json.dumps(value, sort_keys=True, ensure_ascii=False))
+    return 0
+
+
+def _show(args: argparse.Namespace, value: Any, words: Callable[[str, Any], list[str]]) -> int:
+    """The value in words for a person at a terminal; JSON for everybody else."""
+    if args.json or not sys.stdout.isatty():
+        return _answer(value)
+    host = os.uname().nodename
+    for line in words(host, value) or [f"{host}: nothing to show"]:
+        _say(line)
     return 0
 
 
@@ -58,14 +69,14 @@ def _supervise(layout: records.Layout, args: argparse.Namespace) -> int:
 
 def _preflight(layout: records.Layout, args: argparse.Namespace) -> int:
     report = preflight.check(layout, args.release, installed.managed_units(layout), lambda _: None)
-    _answer(report)
+    _show(args, report, lambda _host, found: progress.preflight_report(found))
     return 0 if report["ok"] else 1
 
 
 def _collective(layout: records.Layout, args: argparse.Namespace) -> int:
     with transaction.locked(layout, "the collective check"), jobs.running(layout, "links", args.by):
         report = collective_check.check(layout, args.name, args.limit_s)
-    _answer(report)
+    _show(args, report, progress.collective_table)
     return 0 if report["verdict"] == "ok" else 1
 
 
@@ -143,19 +154,25 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    words = argparse.ArgumentParser(add_help=False)
+    words.add_argument("--json", action="store_true", help="print JSON on a terminal too")
 
     supervise = commands.add_parser("supervise", help="the main process of an engine's unit")
     supervise.add_argument("variant", help="name of an installed variant")
     supervise.add_argument("argv", nargs=argparse.REMAINDER, help="-- and the engine's exact command")
     supervise.set_defaults(run=_supervise)
 
-    check = commands.add_parser("preflight", help="check a staged release while the old variant serves; prints JSON")
+    check = commands.add_parser(
+        "preflight", parents=[words], help="check a staged release while the old variant serves"
+    )
     check.add_argument("release", help="the release's content hash")
     check.set_defaults(run=_preflight)
 
     ask = commands.add_parser("ask", help="ask for a swap to a staged release and return at once; prints JSON")
     ask.add_argument("release", help="the release's content hash")
     _who(ask)
+    ask.add_argument("--because", metavar="TEXT", help="why, for the record")
+    ask.add_argument("--kind", choices=("deploy", "rollback"), default="deploy", help="what it is, for the record")
     ask.add_argument(
         "--confirm-within",
         type=float,
@@ -164,7 +181,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="go back unless `swapgate confirm` is run within this time after the soak (default: no wait)",
     )
     ask.set_defaults(
-        run=lambda layout, args: _answer(transaction.ask(layout, args.release, args.by, args.confirm_within))
+        run=lambda layout, args: _answer(
+            transaction.ask(layout, args.release, args.by, args.confirm_within, args.because, args.kind)
+        )
     )
 
     confirm = commands.add_parser("confirm", help="say that the swap which waits for it is wanted; prints JSON")
@@ -185,20 +204,30 @@ def build_parser() -> argparse.ArgumentParser:
     recover = commands.add_parser("recover", help="settle at boot what the last boot cut off")
     recover.set_defaults(run=lambda layout, _args: transaction.recover(layout, _say))
 
-    show = commands.add_parser("status", help="what serves, what was last good, what a swap does; prints JSON")
-    show.set_defaults(run=lambda layout, _args: _answer(status.status(layout)))
+    show = commands.add_parser("status", parents=[words], help="what serves, what was last good, what a swap does")
+    show.set_defaults(run=lambda layout, args: _show(args, status.status(layout), progress.status_table))
 
-    joined = commands.add_parser("topology", help="how the GPUs are joined, and which NCCL settings fit; prints JSON")
-    joined.set_defaults(run=lambda layout, _args: _answer(status.topology(layout)))
+    text = commands.add_parser("show-release", help="a release's data and unit text; prints JSON, null for nothing")
+    text.add_argument(
+        "release", help=f"its content hash, or `{status.SERVING}` for what serves (else the last good one)"
+    )
+    text.set_defaults(run=lambda layout, args: _answer(status.show_release(layout, args.release)))
 
-    whose = commands.add_parser("gpus", help="who holds each GPU, and orphans of dead engines; prints JSON")
-    whose.set_defaults(run=lambda layout, _args: _answer(gpus.ownership(layout)))
+    joined = commands.add_parser(
+        "topology", parents=[words], help="how the GPUs are joined, and which NCCL settings fit"
+    )
+    joined.set_defaults(run=lambda layout, args: _show(args, status.topology(layout), progress.topology_table))
+
+    whose = commands.add_parser("gpus", parents=[words], help="who holds each GPU, and orphans of dead engines")
+    whose.set_defaults(run=lambda layout, args: _show(args, gpus.ownership(layout), progress.gpu_table))
 
     end = commands.add_parser("end-orphans", help="end processes of engines whose unit is dead; prints JSON")
     end.set_defaults(run=_end_orphans)
 
     proof = commands.add_parser(
-        "collective", help="an all-reduce on idle GPUs in a variant's own environment; prints JSON, exit 1 unless ok"
+        "collective",
+        parents=[words],
+        help="an all-reduce on idle GPUs in a variant's own environment; exit 1 unless ok",
     )
     proof.add_argument("name", nargs="?", help="an installed variant or a staged release (default: the last good one)")
     proof.add_argument("--limit-s", type=float, default=60.0, help="seconds until what still runs is a hang")
@@ -211,8 +240,8 @@ def build_parser() -> argparse.ArgumentParser:
     _who(where)
     where.set_defaults(run=_profile)
 
-    back = commands.add_parser("way-back", help="the release that a roll back would go to; prints JSON")
-    back.set_defaults(run=lambda layout, _args: _answer(status.way_back(layout)))
+    back = commands.add_parser("way-back", parents=[words], help="the release that a roll back would go to")
+    back.set_defaults(run=lambda layout, args: _show(args, status.way_back(layout), progress.way_back_lines))
 
     record = commands.add_parser("record", help="ask the serving engine every prompt of a file, one stream at a time")
     record.add_argument("request", type=Path, metavar="REQUEST.json", help="its shape is in recorder.py")
@@ -241,8 +270,12 @@ def build_parser() -> argparse.ArgumentParser:
     watch.add_argument("out", type=Path, metavar="FOLDER")
     watch.set_defaults(run=lambda _layout, args: _answer(bench.status(args.out)))
 
-    history = commands.add_parser("history", help="all ended swaps, oldest first; prints a JSON list")
-    history.set_defaults(run=lambda layout, _args: _answer(records.read_history(layout)))
+    history = commands.add_parser("history", parents=[words], help="all ended swaps, oldest first")
+    history.set_defaults(
+        run=lambda layout, args: _show(
+            args, records.read_history(layout), lambda _host, swaps: progress.history_table(swaps)
+        )
+    )
 
     probe = commands.add_parser(
         "probe", help="measure what steps that verify drafts cost on a plain engine that serves"

@@ -87,9 +87,7 @@ def identity(variant: JsonDict, layout: records.Layout) -> JsonDict:
     installed = sorted(folder.name for folder in venv.glob("lib/python*/site-packages/*.dist-info"))
     manifest = records.read_if_there(layout.manifests / (variant["model"]["name"] + ".json"))
     driver = Path("/sys/module/nvidia/version")
-    # Drop-ins of the administrator's own change a unit as much as its file does.
-    own = sorted((layout.units / (variant["unit"] + ".d")).glob("*.conf"))
-    dropins = [file.read_bytes() for file in own if file.name != EXCLUSION_DROPIN]
+    dropins = own_dropins(layout, variant["unit"]).values()
     return {
         "engine": hashlib.sha256(marker.read_bytes() + " ".join(installed).encode()).hexdigest()[:16]
         if marker.exists()
@@ -98,6 +96,18 @@ def identity(variant: JsonDict, layout: records.Layout) -> JsonDict:
         "drop-ins": hashlib.sha256(b"\0".join(dropins)).hexdigest()[:16],
         "driver": driver.read_text(encoding="ascii").strip() if driver.exists() else None,
     }
+
+
+def own_dropins(layout: records.Layout, unit: str) -> dict[str, bytes]:
+    """The administrator's own drop-ins of a unit by file name: they change it as much as its file does."""
+    found = sorted((layout.units / (unit + ".d")).glob("*.conf"))
+    return {file.name: file.read_bytes() for file in found if file.name != EXCLUSION_DROPIN}
+
+
+def changed_below(good: JsonDict, variant: JsonDict, layout: records.Layout) -> list[str]:
+    """What a good release stood on (engine, model, drop-ins, driver) and that is another one now."""
+    stood_on = good.get("identity") or {}
+    return [part for part, now in identity(variant, layout).items() if stood_on.get(part) not in (None, now)]
 
 
 def load_release(layout: records.Layout, release: str) -> JsonDict:
@@ -451,7 +461,7 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
             if answer["ok"]:
                 records.write_json(kept, answer)
         if not answer["ok"]:
-            collect("engine's own parser", ["{}. {}".format(answer["error"], _remedy(variant, answer))])
+            collect("engine's own parser", ["{}. {}".format(answer["error"].rstrip(" .:"), _remedy(variant, answer))])
         report["engine_version"] = answer.get("version")
         report["effective"] = answer.get("effective") or {}
         report["notices"] = answer.get("notices") or []

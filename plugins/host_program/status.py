@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
+from pathlib import Path
 from typing import Any
 
 from ..module_utils import identity, metrics, nccl, records, units
-from . import engine_api, gpus, jobs, systemd
+from . import engine_api, gpus, jobs, preflight, systemd
 from .installed import managed_variants
 
 JsonDict = dict[str, Any]
@@ -18,11 +20,14 @@ def status(layout: records.Layout) -> JsonDict:
 
     {"schema", "last_good", "swap", "units": [{"model", "variant", "slot", "unit", "release", "active", "sub",
     "enabled", "since": text, "load": load.json | null}], "acceptance": null | metrics.acceptance,
-    "usual_seconds_without_service": {variant: s}, "jobs": jobs.under_way, "problem": null | str}
+    "usual_seconds_without_service": {unit: s}, "jobs": jobs.under_way, "way_back": null | way_back(), "now_unix": the
+    host's clock, "problem": null | str}
     """
-    problem = None
+    problem = back = None
     try:
         state = records.read_state(layout)
+        with contextlib.suppress(records.RecordError):  # nothing was good before
+            back = way_back(layout)
     except records.RecordError as error:
         state, problem = records.empty_state(), str(error)
     found: list[JsonDict] = []
@@ -56,6 +61,8 @@ def status(layout: records.Layout) -> JsonDict:
         "acceptance": acceptance,
         "usual_seconds_without_service": usual_seconds_without_service(layout),
         "jobs": jobs.under_way(layout),
+        "way_back": back,
+        "now_unix": time.time(),
         "problem": problem,
     }
 
@@ -102,10 +109,45 @@ def _release(record: JsonDict) -> JsonDict:
     return {key: record.get(key) for key in ("model", "variant", "release")}
 
 
+SERVING = "serving"
+
+
+def show_release(layout: records.Layout, release: str) -> JsonDict | None:
+    """A staged release, or with SERVING what serves, as it is installed now; else the last good one; None for nothing.
+
+    {"release", "serves": bool, "variant": its data, "unit_text", "dropins": {file name: text} of the administrator's
+    own for its unit, "changed_below": [what of engine, model, drop-ins and driver is not what it was proven on]}
+    """
+    good = records.read_state(layout)["last_good"]
+    if release == SERVING:
+        for variant in managed_variants(layout):
+            if systemd.show(variant["unit"], "ActiveState")["ActiveState"] == "active":
+                return _shown(layout, variant, layout.units, good, True)
+        if good is None:
+            return None
+        release = good["release"]
+    return _shown(layout, preflight.load_release(layout, release), layout.release(release), good, False)
+
+
+def _shown(layout: records.Layout, variant: JsonDict, folder: Path, good: JsonDict | None, serves: bool) -> JsonDict:
+    text = (folder / variant["unit"]).read_text(encoding="utf-8")
+    release = units.release_id(text, variant)
+    same = good is not None and good["release"] == release
+    own = preflight.own_dropins(layout, variant["unit"])
+    return {
+        "release": release,
+        "serves": serves,
+        "variant": variant,
+        "unit_text": text,
+        "dropins": {name: content.decode("utf-8", "replace") for name, content in own.items()},
+        "changed_below": preflight.changed_below(good, variant, layout) if good and same else [],
+    }
+
+
 def usual_seconds_without_service(layout: records.Layout) -> dict[str, float]:
-    """By variant, the median over this host's swaps to it."""
+    """By unit, the median over this host's swaps to it."""
     times: dict[str, list[float]] = {}
     for swap in records.read_history(layout):
         if swap["outcome"] == "swapped" and swap["seconds_without_service"] is not None:
-            times.setdefault(swap["to"]["variant"], []).append(swap["seconds_without_service"])
-    return {variant: statistics.median(values) for variant, values in times.items()}
+            times.setdefault(swap["to"]["unit"], []).append(swap["seconds_without_service"])
+    return {unit: statistics.median(values) for unit, values in times.items()}

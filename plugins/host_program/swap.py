@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
-from ..module_utils import diagnosis, identity, processes, records, signatures, units
+from ..module_utils import diagnosis, identity, processes, progress, records, signatures, units
 from . import collective, collective_check, engine_api, gpus, jobs, preflight, shared_memory, systemd
 from .installed import active_units, api_key, data_file, managed_units, managed_variants, service_user
 
@@ -125,7 +125,8 @@ class Swap:
             records.append_history(self.layout, self.swap)
         except OSError as error:
             self.say(f"the history cannot be written: {error}")
-        self.say("outcome: {}{}".format(outcome, ": " + cause["what"] if cause else ""))
+        for line in progress.outcome(self.swap):
+            self.say(line)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 
@@ -215,16 +216,16 @@ class Swap:
         watch = gpus.FreeWatch(self.layout, variant)
         while True:
             taken = [str(holder) for holder in processes.port_holders(variant["port"])]
-            blocked = ["port {} is held by {}".format(variant["port"], holder) for holder in taken]
-            blocked += [f"{process} is not gone" for process in processes.members(managed_units(self.layout))]
+            blocked = ["port {} is held by {}.".format(variant["port"], holder) for holder in taken]
+            blocked += [f"{process} is not gone." for process in processes.members(managed_units(self.layout))]
             blocked += watch.blocked(time.monotonic())
             if not blocked:
                 return
             if watch.hopeless:
-                raise SwapFailed("the GPUs never get free ({}): {}".format(watch.hopeless, "; ".join(blocked)), "host")
+                raise SwapFailed("the GPUs never get free ({}): {}".format(watch.hopeless, " ".join(blocked)), "host")
             if time.monotonic() > deadline:
                 raise SwapFailed(
-                    "not free after {} s: {}".format(variant["free_timeout_s"], "; ".join(blocked)),
+                    "not free after {} s: {}".format(variant["free_timeout_s"], " ".join(blocked)),
                     "host",
                     remedy="End what holds it, then run the deploy again.",
                 )
@@ -646,11 +647,7 @@ class Swap:
 
     def _changed_below(self, good: JsonDict, variant: JsonDict) -> str | None:
         """What a good release stood on (engine, model or driver) and that is another one now, if any."""
-        stood_on = good.get("identity") or {}
-        for part, now in preflight.identity(variant, self.layout).items():
-            if stood_on.get(part) not in (None, now):
-                return part
-        return None
+        return next(iter(preflight.changed_below(good, variant, self.layout)), None)
 
 
 def as_cause(error: Exception, phase: str | None) -> JsonDict:
@@ -689,6 +686,9 @@ def new_swap(to: JsonDict, good: JsonDict | None, owner: str, swap_id: str | Non
         "ended_unix": None,
         "preflight": None,
         "confirm_within_s": None,
+        "because": None,
+        "kind": None,
+        "changes": None,
     }
 
 

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from typing import Any, Callable
 
-from ..module_utils import identity, records, units
+from ..module_utils import difference, identity, progress, records, units
 from . import preflight, systemd
 from .installed import managed_units, managed_variants, migrate
 from .swap import Swap, SwapFailed, new_swap
@@ -69,7 +69,14 @@ def _let_it_end(layout: records.Layout) -> None:
         time.sleep(LOCK_POLL_S)
 
 
-def ask(layout: records.Layout, release: str, owner: str, confirm_within_s: float = 0.0) -> JsonDict:
+def ask(
+    layout: records.Layout,
+    release: str,
+    owner: str,
+    confirm_within_s: float = 0.0,
+    because: str | None = None,
+    kind: str = "deploy",
+) -> JsonDict:
     """Ask for a swap to a staged release and return at once: {"id", "attached": bool}.
 
     The same release as that of the running swap attaches to it; another one is Busy. A trial variant is taken only with
@@ -94,6 +101,8 @@ def ask(layout: records.Layout, release: str, owner: str, confirm_within_s: floa
                 "by": owner,
                 **identity.record(variant),
                 "confirm_within_s": confirm_within_s,
+                "because": because,
+                "kind": kind,
             }
             records.write_json(layout.request, request)
             systemd.systemctl("reset-failed", SWAP_UNIT, check=False)
@@ -129,10 +138,28 @@ def run_request(layout: records.Layout, say: Callable[[str], None]) -> int:
         if state["last_good"] is None:
             state["last_good"] = adopt(layout)
         state["swap"] = new_swap(to, state["last_good"], request["by"], request["id"])
+        state["swap"].update(because=request.get("because"), kind=request.get("kind") or "deploy")
+        state["swap"]["changes"] = what_changes(layout, state["last_good"], request["release"])
+        say(progress.asked(state["swap"]))
         swap = Swap(layout, state, say)
         swap.run(request.get("confirm_within_s") or 0.0)
         forget_releases(layout, state)
     return 0 if swap.swap["outcome"] in ("swapped", "unchanged", "refused") else 1
+
+
+def what_changes(layout: records.Layout, good: JsonDict | None, release: str) -> str | None:
+    """In two or three words how a release differs from the last good one; None where one of them cannot be read."""
+    if good is None or good["release"] == release:
+        return None
+    try:
+        variants = [preflight.load_release(layout, one) for one in (good["release"], release)]
+        texts = [
+            (layout.release(one) / variant["unit"]).read_text(encoding="utf-8")
+            for one, variant in zip((good["release"], release), variants)
+        ]
+        return difference.words(difference.changes(variants[0], texts[0], variants[1], texts[1]))
+    except (records.RecordError, OSError, KeyError, TypeError, ValueError):
+        return None  # words for a history never stop a swap
 
 
 def resolve(layout: records.Layout, say: Callable[[str], None]) -> int:

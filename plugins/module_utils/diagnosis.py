@@ -75,7 +75,14 @@ _OWN_END = {
 }
 _CHAINED = ("During handling of the above", "was the direct cause")
 # Tracebacks that Python prints and forgets.
-_FORGOTTEN = ("Exception ignored in", "--- Logging error ---", "usage_lib", "_report_usage", "Exception ignored while")
+_FORGOTTEN = (
+    "Exception ignored in",
+    "Exception ignored while",
+    "--- Logging error ---",
+    "Task exception was never retrieved",
+    "usage_lib",
+    "_report_usage",
+)
 # What a parser says of one answer of the model goes to one client. (The abstract one loads the parsers at the start.)
 _ANSWER_PARSER = re.compile(r"(?!abstract_)\w+_(?:tool|reasoning)_parser\.py:")
 # An exception that says nothing but that something was waited for: the one that it led to says what.
@@ -90,6 +97,19 @@ _BOILERPLATE = re.compile(
     r"|engine_core\.run_busy_loop|wait_for_engine_startup|return f\(|cls\(|^[\s\^~]*$|return_value|worker_main"
     r"|run_server|main\(\)|__init__\("
 )
+# A traceback that breaks off while it waits for somebody else may be that of a stop.
+_WAITS = re.compile(r"\b(?:poll|wait|select|recv\w*|get|sleep|accept|join|wait_for\w*|result)\(|KeyboardInterrupt")
+# Frames through which every start runs, and in which a stop finds it: no line of theirs says what failed.
+_OUTER_FRAME = re.compile(
+    r"/entrypoints/|/bin/[\w.-]+\"|/(?:core_client|asyncio/\w+|selectors|threading|signal|runners|connection)\.py\""
+    r"|/v1/engine/utils\.py\"|uvloop|/multiprocessing/"
+)
+# "Last error:", "`ptxas` stderr:": what the line below says is what the message is about.
+_ANNOUNCES = re.compile(r"(?i)(?:\berror|\bcause|\bcaused by|\breason|\bstderr|\bexception)\W{0,2}:\s*$")
+# The same of an exception's own line: "raised:", "for the following reasons:", but not a name alone or a place.
+_OPEN_END = re.compile(r"^\s*[\w.]+: .*[A-Za-z)\]'\"]:\s*$")
+# What a stack says of itself below a message is no part of it.
+_STACK_TALK = re.compile(r"Exception raised from|frame #|C\+\+ CapturedTraceback|Compile with|For debugging consider")
 _QUOTED_CODE = re.compile(r"\s+(?:raise |[rf]?\"|[rf]?'|self\.|return |with |await |assert )")
 # A line without a level that nevertheless speaks like a service: enough to call a log benign, never to call it a
 # failure.
@@ -99,8 +119,12 @@ _SMALL_TALK = re.compile(
 )
 _JOIN_FROM = 60  # columns: a shorter line was not wrapped by a terminal
 _JOIN_LINES = 3
+_HEAD_LINES = 12  # so far below an exception a line may still belong to its message
+_QUOTED = 120  # characters of a line that is quoted in a sentence
 _HANG_AFTER_S = 300
 _HANG_REPEATS = 5
+# How long nothing but the same "still waiting" is a hang: in a collective, and before it, where imports may be slow.
+_WAITED_S = {"distributed": 180, "config": 600, "arguments": 600, "process": 600}
 
 
 class _Candidate:
@@ -143,16 +167,20 @@ class _Source:
     __slots__ = (
         "after_frame",
         "chained",
+        "dropped",
         "errors",
         "excused",
         "excused_place",
         "forgotten",
         "frame",
+        "head",
         "in_chain",
         "open",
+        "outer",
         "request",
         "validation",
         "wrapped",
+        "wrapper",
     )
 
     def __init__(self) -> None:
@@ -161,13 +189,17 @@ class _Source:
         self.chained = False
         self.in_chain = 0
         self.forgotten = False
+        self.dropped = False  # the exception before belonged to a traceback that Python forgets
+        self.outer = False  # the last frame is one of those in _OUTER_FRAME
         self.request = False  # the traceback runs through the handling of one request
         self.excused = False  # the last line was a known harmless one: a traceback below it belongs to it
         self.excused_place = ""
         self.frame: _Candidate | None = None
         self.errors: _Candidate | None = None
         self.validation = False
-        self.wrapped: _Candidate | None = None
+        self.head: _Candidate | None = None  # the exception whose message may go on in the lines below
+        self.wrapper: _Candidate | None = None  # "Process EngineCore:", until an exception follows
+        self.wrapped: _Candidate | None = None  # the candidate whose value stands on the next line
 
 
 class Scanner:
@@ -182,6 +214,7 @@ class Scanner:
         self._ready = False
         self._ready_at = 0
         self._stopped = False
+        self._stop_line = ""  # the line that tells of the stop
         self._known = 0  # lines that look like the output of a service at all
         self._bars = 0
         self._alive = False
@@ -202,6 +235,12 @@ class Scanner:
         self.wrappers = 0  # lines so far that say that the engine, or one request, failed, whatever the cause
         self._hang: dict[str, tuple[_Candidate, int]] = {}  # by kind of hang: the line and how often it was repeated
         self._last_other = 0
+        self._beat: Signature | None = None  # the "still waiting" that the line being read is
+        self._chatter = False  # whether it is a detail that is neither progress nor a wait
+        self._beats = 0  # how many of them follow each other at the end of what was read
+        self._beats_since = ""
+        self._before_beats: _Candidate | None = None
+        self._last_line: Line | None = None
         self._last_progress_time = ""
         self._last_time = ""
 
@@ -224,8 +263,26 @@ class Scanner:
                 candidate.after.append(line.shown)
             self._collecting = [item for item in self._collecting if len(item.after) < CONTEXT_AFTER]
         if line.message and not line.message.isspace():
+            self._beat, self._chatter = None, False
             self._take(line)
+            if self._beat:
+                self._count_beat(self._beat, line)
+            elif not self._chatter:
+                self._beats = 0
+                self._last_line = line
         self._recent.append(line.shown)
+
+    def _count_beat(self, signature: Signature, line: Line) -> None:
+        if not self._beats and self._last_line:
+            self._beats_since = line.time
+            before = list(self._recent)
+            # Empty lines may stand between.
+            back = next((at for at, text in enumerate(reversed(before), 1) if text == self._last_line.shown), 1)
+            self._before_beats = _Candidate(self._number - back, self._last_line, _RANK_HANG, signature, self._phase)
+            self._before_beats.before = before[:-back]
+            self._collecting.append(self._before_beats)
+            self._before_beats.after = [*before[len(before) - back + 1 :], line.shown]
+        self._beats += 1
 
     def _take(self, line: Line) -> None:
         if self._joining:
@@ -253,8 +310,28 @@ class Scanner:
         signature = self._find(pairs, line.message, level)
         if signature:
             self._signed(signature, line, in_source=False)
-        if not (signature and signature.hang) and "NCCL INFO" not in line.message:
-            self._last_other = self._number  # what NCCL tells of itself belongs to the collective that it begins
+        waits = signature is not None and signature.role == "alive"
+        if "NCCL INFO" in (line.shown if waits else line.message):  # a wait may be glued to it
+            self._nccl_line(line)
+        elif waits:
+            self._beat = signature
+        elif level == "DEBUG" and not mark and (self._beats or self._hang):
+            self._chatter = True  # details of somebody else's, while all wait
+        else:
+            self._last_other = self._number
+
+    def _nccl_line(self, line: Line) -> None:
+        """What NCCL tells of itself belongs to the collective that it begins; how far it got names the transport."""
+        self._beat = None
+        if not self._hang or not re.search("NCCL INFO (?:Channel |Connected )", line.shown):
+            return
+        for name, (candidate, repeats) in self._hang.items():
+            if candidate.signature and candidate.signature.hang == "last" and candidate.number > self._last_other:
+                further = _Candidate(self._number, line, _RANK_HANG, candidate.signature, candidate.phase)
+                further.before = list(self._recent)
+                self._collecting = [item for item in self._collecting if item.signature is not candidate.signature]
+                self._collecting.append(further)
+                self._hang[name] = (further, repeats)
 
     def _mark(self, line: Line) -> Mark | None:
         message = line.message
@@ -334,17 +411,19 @@ class Scanner:
     def _traceback_line(self, source: _Source, line: Line) -> bool:
         """Take a line that only builds a traceback up; False where the line is none."""
         message = line.message
-        if source.wrapped:
-            self._wrapped_value(source, line)
+        if source.wrapped and self._wrapped_value(source, line):
+            pass
         elif "Traceback (most recent call last)" in message:
             self._open_traceback(source, line)
         elif "xception" in message and any(text in message for text in _CHAINED):
             source.chained = True
+            source.forgotten = source.dropped
         elif any(text in message for text in _FORGOTTEN):
             source.forgotten = True
             self._harmless += 1
         elif _FRAME.match(message):
             source.open = source.after_frame = True
+            source.outer = not line.level and bool(_OUTER_FRAME.search(message))
             if source.request:
                 source.request = not _ENGINE_FRAME.search(message)
             elif _REQUEST_FRAME.search(message):
@@ -386,13 +465,21 @@ class Scanner:
             exception = _IN_TRACEBACK.match(message)
         source.after_frame = False
         signature = self._find(self._signatures.errors, message, "E")
-        if not (signature and signature.hang):
+        if signature and signature.role == "alive":
+            self._beat = signature
+        else:
             self._last_other = self._number
         source.excused = False
+        head, source.head = source.head, None
+        if head and self._number - head.number > _HEAD_LINES:
+            head = None
         if exception:
             self._exception(source, line, exception["name"], signature)
+        elif head and _ANNOUNCES.search(message):
+            source.wrapped = head
         elif signature:
             source.errors = None
+            source.head = head
             self._signed(signature, line, in_source=False)
         elif source.validation and _VALIDATION_DETAIL.match(message):
             source.validation = False
@@ -403,13 +490,17 @@ class Scanner:
         elif line.level and _REQUEST_PLACE.match(line.place):
             self._request_line()
         elif line.level:
+            source.head = head
             source.errors = self._add(line, _RANK_ERROR, None, fatal=False)
+        elif head and not _STACK_TALK.search(message):
+            source.head = head
         elif _BARE_ERROR.match(message):
             self._add(line, _RANK_ERROR, None, fatal=False)
         elif not self._known and _SMALL_TALK.search(message):
             self._known += 1
 
     def _open_traceback(self, source: _Source, line: Line) -> None:
+        source.head = None
         self._last_other = self._number
         head = line.message.partition("Traceback (most recent call last)")[0].rstrip(" ,:")
         signature = find(self._signatures.errors, head) if head.strip() else None
@@ -454,6 +545,7 @@ class Scanner:
                 return
         if (
             line.tier not in {API, SYSTEMD}
+            and not source.outer
             and not _BOILERPLATE.search(message)
             and re.search(r"[\w\]]\(|=|\.", message)
         ):
@@ -464,8 +556,10 @@ class Scanner:
     def _exception(self, source: _Source, line: Line, name: str, signature: Signature | None) -> None:
         in_traceback, source.open = source.open, False
         forgotten, source.forgotten = source.forgotten, False
+        source.dropped = forgotten
         source.frame = None
         source.errors = None
+        source.wrapper, wrapper = None, source.wrapper
         source.validation = bool(_VALIDATION.search(line.message))
         first = source.in_chain == 0
         source.in_chain += 1
@@ -475,14 +569,28 @@ class Scanner:
             return
         short = name.rpartition(".")[2]
         if name in _OWN_END or short in _OWN_END or short.endswith("nterrupt"):
+            if wrapper or short == "SystemExit":  # what was announced is the end that somebody asked for
+                for item in (wrapper, *(other.wrapper for other in self._sources.values())):
+                    if item:
+                        item.fatal = False
+                self._wrapper_seen = any(
+                    item.fatal and item.signature and item.signature.role == "wrapper" for item in self._candidates
+                )
             if short.endswith("nterrupt"):
-                self._stop()
+                self._stop(line)
             self._harmless += 1
             return
         if signature:
             self._signed(signature, line, in_source=False, name=name)
+            last = self._candidates[-1] if self._candidates else None
+            if last and last.number == self._number and signature.rank < RANKS["cause"]:
+                source.head = last
+                if signature.role != "wrapper" and _OPEN_END.search(line.message):
+                    source.wrapped = last
             return
-        if source.request and not self._ready:  # one request's; a server that died of it says so itself
+        if (
+            source.request or _REQUEST_PLACE.match(line.place)
+        ) and not self._ready:  # one request's; a server that died of it says so itself
             self._request_line()
             return
         rank = _RANK_EXCEPTION if first else _RANK_LATER
@@ -492,6 +600,9 @@ class Scanner:
             rank = _RANK_VALIDATION
         candidate = self._add(line, rank, None, fatal=not self._ready and not self._stopped)
         candidate.name = name
+        source.head = candidate
+        if _OPEN_END.search(line.message):
+            source.wrapped = candidate
         if len(line.shown) >= _JOIN_FROM:
             self._joining = (candidate, line.message)
 
@@ -506,11 +617,11 @@ class Scanner:
             return
         if role == "stop":
             self._harmless += 1
-            self._stop()
+            self._stop(line)
             return
         if role == "alive":
             self._alive = True
-            if signature.hang:
+            if signature.hang in {"last", "served"}:
                 old = self._hang.get(signature.id)
                 candidate = _Candidate(self._number, line, _RANK_HANG, signature, self._phase)
                 candidate.before = list(self._recent)
@@ -533,6 +644,8 @@ class Scanner:
         candidate = self._add(line, rank, signature, fatal)
         candidate.name = name
         if role == "wrapper" and fatal:
+            if not name and signature.rank < RANKS["wrapper"]:
+                self._source(line).wrapper = candidate
             self._wrapper_seen = True
             self.wrappers += 1
             self._core_ended = self._core_ended or (line.tier == CORE and self._phase == "api")
@@ -541,11 +654,19 @@ class Scanner:
         if line.message.rstrip().endswith(": Value"):
             self._source(line).wrapped = candidate
 
-    def _wrapped_value(self, source: _Source, line: Line) -> None:
-        """The value of "argument --x: Value" stands on a line of its own, and is what is wrong."""
+    def _wrapped_value(self, source: _Source, line: Line) -> bool:
+        """The value of "argument --x: Value", or of "Last error:", stands on the next line, and is what is wrong."""
         parent, source.wrapped = source.wrapped, None
-        if parent:
+        if not parent or self._number - parent.number > _HEAD_LINES or "Traceback (most" in line.message:
+            return False
+        if _FRAME.match(line.message):
+            return False
+        signature = self._find(self._signatures.errors, line.message, "E")
+        if signature and signature.role in {"cause", "effect"} and signature.rank > parent.rank:
+            self._signed(signature, line, in_source=False)
+        elif not (signature and signature.role in {"wrapper", "benign", "stop"}):
             self._add(line, parent.rank + 1, parent.signature, parent.fatal)
+        return True
 
     def _join(self, line: Line) -> None:
         """Look at an exception again together with the lines below it: a terminal may have wrapped it."""
@@ -569,9 +690,10 @@ class Scanner:
                 return
         self._joining = (candidate, text + line.message)
 
-    def _stop(self) -> None:
+    def _stop(self, line: Line) -> None:
         if not any(candidate.fatal for candidate in self._candidates):
             self._stopped = True
+            self._stop_line = self._stop_line or line.message.strip()
 
     def _new(self, line: Line, rank: int, signature: Signature | None, fatal: bool) -> _Candidate:
         candidate = _Candidate(self._number, line, rank, signature, self._phase)
@@ -643,7 +765,7 @@ class Scanner:
             for source in self._sources.values()
             if source.frame
             and source.open
-            and not (source.forgotten or source.request)
+            and not (source.forgotten or source.request or _WAITS.search(source.frame.message))
             and (source.frame.level in {"ERROR", "CRITICAL"} or source.frame.number == self._last_other)
         ]
         return max(frames, key=_Candidate.key, default=None)
@@ -659,7 +781,17 @@ class Scanner:
                 waited = _seconds_between(self._last_progress_time, self._last_time)
                 if self._ready or repeats >= _HANG_REPEATS or waited >= _HANG_AFTER_S:
                     return candidate
-        return None
+        return self._waited()
+
+    def _waited(self) -> _Candidate | None:
+        """The last line before nothing but the same "still waiting" came, for longer than that step takes."""
+        candidate = self._before_beats
+        if not candidate or not candidate.signature or candidate.signature.hang not in {"waited", "served"}:
+            return None
+        limit_s = _WAITED_S.get(candidate.phase)
+        if limit_s is None or self._beats < _HANG_REPEATS:
+            return None
+        return candidate if _seconds_between(self._beats_since, self._last_time) >= limit_s else None
 
     def result(self, ended: bool = True) -> dict[str, Any]:
         """The diagnosis of what was read. `ended` False says that the log is still being written, so that silence is
@@ -671,7 +803,7 @@ class Scanner:
             best = self._hung()
         if best is not None:
             return self._fatal_result(best)
-        return self._no_failure()
+        return self._no_failure(ended)
 
     def _fatal_result(self, best: _Candidate) -> dict[str, Any]:
         signature = best.signature
@@ -692,7 +824,7 @@ class Scanner:
             "context": [*best.before, best.shown, *best.after],
         }
 
-    def _no_failure(self) -> dict[str, Any]:
+    def _no_failure(self, ended: bool) -> dict[str, Any]:
         loading = self._phase_seen and ORDER[self._phase] >= ORDER[WEIGHTS] and not self._ready
         lone = max(self._candidates, key=_Candidate.key, default=None)
         unsettled = lone is not None and not self._ready and self._last_other <= lone.number and not self._stopped
@@ -711,19 +843,38 @@ class Scanner:
             "root_cause": shown.shown if shown else None,
             "signature": None,
             "class": None,
-            "remedy": _NO_FAILURE[verdict],
+            "remedy": self._advice(verdict, ended),
             "recognised": False,
             "line": shown.number if shown else None,
             "printed_by": (shown.tag or None) if shown else None,
             "context": [*shown.before, shown.shown, *shown.after] if shown else [],
         }
 
+    def _advice(self, verdict: str, ended: bool) -> str:
+        """What to do where no line shows a failure; a load that ended before it was ready is not well for that."""
+        if verdict == "unknown":
+            return "No line shows a failure or a healthy start: give the whole log, from the start of the process on."
+        before_ready = self._phase_seen and not (self._ready or self._serving)
+        if self._stopped:
+            stop = f'Nothing failed: the engine was asked to stop ("{_cut(self._stop_line)}").'
+            if not before_ready:
+                return stop
+            return (
+                f"{stop} It was loading (phase {self._phase}) and not ready yet: find who sent the stop. If it was a "
+                "limit (startup probe, TimeoutStartSec=, a deploy's timeout), raise it above the load's time, then "
+                "start again."
+            )
+        if before_ready and ended:
+            return (
+                f"No line shows a failure, and the log ends in phase {self._phase}, before the server was ready. If "
+                "the process still runs, the load goes on. If it is gone, the reason stands elsewhere: its exit status "
+                "(systemctl status, the container's events) and the kernel log of that minute (OOM killer)."
+            )
+        return "Nothing to do: the load goes on." if verdict == "alive" else "Nothing to do: no line shows a failure."
 
-_NO_FAILURE = {
-    "alive": "nothing to do: the load goes on",
-    "benign": "nothing to do: no line shows a failure",
-    "unknown": "no line shows a failure or a healthy start: give the whole log, from the start of the process on",
-}
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _QUOTED else text[:_QUOTED] + "..."
 
 
 def _seconds_between(earlier: str, later: str) -> float:
@@ -735,20 +886,43 @@ def _seconds_between(earlier: str, later: str) -> float:
     return float(max(0, ((b[0] - a[0]) * 24 + b[1] - a[1]) * 3600 + (b[2] - a[2]) * 60 + b[3] - a[3]))
 
 
+# Arguments of the engine, as its messages name them.
+_ARGUMENT = (
+    r"(?<![\w-])--[a-z][\w-]{2,}|\b(?:tensor|pipeline|data|expert|context|decode_context|sequence)[_ ]parallel\w*"
+    r"|\bnum_speculative\w+|\bspeculative\w*|\b[Ss]pec[-_ ]?[Dd]ec\w*|\bmax_(?:model_len|num_\w+|seq\w*|lora\w*)"
+    r"|\bmax-(?:model-len|num-[\w-]+)|\bgpu_memory_utilization|\bblock[_ ]size|\bkv[-_]cache[-_]dtype|\benforce_eager"
+    r"|\b[Cc]hunked[_ ]prefill|\b[Pp]refix[_ ]caching|\bcudagraph\w*|\bCUDA graph|\bcompilation_config"
+    r"|\battention[_ ]backend|\b(?:enable|disable|use)_[a-z]\w+|\bVLLM_[A-Z_\d]+"
+)
 # What an exception that no signature names most likely is about, by its name and text; the first that fits decides.
 _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
     (re.compile(pattern), cls, remedy)
     for pattern, cls, remedy in (
         (
             r"CUDA error|HIP error|cuda runtime error|NVML|NVRM|cuBLAS|CUBLAS|cudnn|illegal memory|device-side assert"
-            r"|NCCL",
+            r"|NCCL (?:error|WARN|operation)|ncclResult",
             "host",
             "check the GPUs (nvidia-smi, kernel log) and the driver before the next start",
         ),
         (
-            r"No space left|Read-only file system|Input/output error|Permission denied|Too many open|Cannot allocate",
+            r"No space left|Read-only file system|Input/output error|Permission denied|Too many open|Cannot allocate"
+            r"|Operation not permitted|Resource temporarily unavailable",
             "host",
             "free or repair what the message names (disk, rights, limits) and start again",
+        ),
+        (
+            r"(?i)memory allocation|\bout of memory\b|allocat\w+ .{0,40}memory",
+            "config",
+            "memory ran out; if the GPU's, lower gpu_memory_utilization, max_num_seqs or the context length, and see "
+            "that nobody else is on the card",
+        ),
+        (
+            r"(?i)\bdownload(?:ing|ed)?\b.{0,80}(?:fail|error|abort|interrupt)"
+            r"|(?:fail|error|unable|could ?n.t).{0,60}\b(?:download|fetch|reach|connect)|huggingface\.co|hf\.co"
+            r"|modelscope|connection (?:reset|refused|aborted|broken|error)|reqwest|hyper::|urlopen|RemoteDisconnected"
+            r"|ProtocolError|name resolution|remote end closed|bad gateway|service unavailable",
+            "transient",
+            "a download or a connection broke; start again, or fetch beforehand what the message names",
         ),
         (
             r"^(?:[\w.]*\.)?(?:\w*Timeout(?:Error|Exception|Expired)?|Connection\w*Error|gaierror)\b|timed out",
@@ -756,26 +930,51 @@ _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
             "start again; when it comes back, look at what was waited for",
         ),
         (
-            r"^(?:[\w.]*\.)?(?:TypeError|NameError|NotImplementedError|UnboundLocalError)\b"
-            r"|input tensor|view size|tensor_allocate|broadcast|non-singleton|mat1 and mat2"
-            r"|is invalid for input of size",
-            "config",
-            "engine, its plug-ins and libraries do not fit each other; compare this variant with the last good one",
-        ),
-        (
-            r"safetensor|checkpoint|state_dict|weight|tensor|\.json\b|tokenizer",
-            "model",
-            "compare the model folder with its manifest, and the model with what this engine release supports",
-        ),
-        (
             r"^(?:[\w.]*\.)?(?:ModuleNotFoundError|ImportError)\b",
             "config",
             "install what is missing into this variant's engine virtualenv, or pin the release that had it",
         ),
         (
-            r"^(?:[\w.]*\.)?(?:FileNotFoundError|NotADirectoryError|IsADirectoryError)\b",
+            _ARGUMENT
+            + r"|\b[Pp]lease (?:set|use|adjust|disable|enable|reduce|increase|lower|specify|pass|choose|try)\b"
+            r"|\bnot (?:yet )?(?:supported|compatible|implemented|allowed)\b|[Uu]nsupported|(?:does|do) not support"
+            r"|incompatible|cannot be used|only support(?:s|ed)|\b[Uu]nknown\b|\b[Uu]nrecogni[sz]ed\b"
+            r"|\bnot (?:recogni[sz]ed|registered)\b"
+            r"|must be (?:one of|set|divisible|greater|less|between|positive|in\b)",
+            "config",
+            "the line names an argument, or something that this release does not know or support; change or drop it in "
+            "the variant's entry, or take a release that has it",
+        ),
+        (
+            r"^(?:[\w.]*\.)?(?:TypeError|NameError|AttributeError|NotImplementedError|UnboundLocalError)\b"
+            r"|input tensor|view size|tensor_allocate|broadcast|non-singleton|mat1 and mat2"
+            r"|is invalid for input of size",
+            "config",
+            "engine, its plug-ins and libraries do not fit each other, or the release does not know this model; "
+            "compare variant and release with the last good ones",
+        ),
+        (
+            r"(?i:safetensor|checkpoint|state_dict|\bweights?\b|weight_|\w\.weight|\.json\b|tokeni[sz]er|\btensors?\b"
+            r"|embedding|vocab)",
+            "model",
+            "compare the model folder with its manifest, and the model with what this engine release supports",
+        ),
+        (
+            r"^(?:[\w.]*\.)?(?:FileNotFoundError|NotADirectoryError|IsADirectoryError)\b.*(?i:model|\.gguf|\.bin|hub|snapshot)",
             "model",
             "check that the path exists and is readable for the service user",
+        ),
+        (
+            r"^(?:[\w.]*\.)?(?:FileNotFoundError|NotADirectoryError|IsADirectoryError)\b",
+            "host",
+            "check that the path exists and is readable for the service user",
+        ),
+        (
+            r"^(?:[\w.]*\.)?(?:AssertionError|KeyError|IndexError|AttributeError|StopIteration|RuntimeError|Exception)"
+            r"(?::?\s*$|: [^ ]*$)",
+            "config",
+            "the exception says next to nothing; read the frames above it for the part that failed, and compare model, "
+            "arguments and engine release with the last good ones",
         ),
     )
 )
@@ -784,7 +983,8 @@ _GUESSES: tuple[tuple[re.Pattern[str], str, str], ...] = tuple(
 def _guess(best: _Candidate) -> tuple[str, str]:
     for pattern, cls, remedy in _GUESSES:
         if pattern.search(best.message):
-            return cls, "not recognised; " + remedy
+            names = dict.fromkeys(re.findall(_ARGUMENT, best.message)) if "argument" in remedy else {}
+            return cls, "not recognised; " + remedy + (f" ({', '.join(names)})" if names else "")
     return (
         "config",
         "not recognised; read the context, and compare this variant's arguments and engine with the last good one",

@@ -41,12 +41,3 @@ def labels(variants: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     found = {variant["unit"]: of(variant) for variant in variants}
     several = len({one.model for one in found.values()}) > 1
     return {unit: str(one) if several else one.variant for unit, one in found.items()}
-
-
-def label(named: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> str:
-    """What people call a record's variant: its name, with the model where the record ``beside`` it is of another one.
-
-    Records of older hosts name no model.
-    """
-    model, other = named.get("model"), (beside or {}).get("model")
-    return f"{model}/{named['variant']}" if model and other and model != other else str(named["variant"])

@@ -7,6 +7,7 @@ reader of a log in this package works on the `Line` that is left, so a new prefi
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -35,16 +36,16 @@ _JOURNAL = re.compile(
     r"(?:- )?(?:[A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d(?:\.\d+)?"
     r"|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?) +"
     r"(?:(?:[\w.-]+ +)?(?P<ident>\([^()\s]+\)|[\w.@/:-]+?)\[(?P<pid>\d+)\]: ?"
-    r"|[\w.-]+ +(?P<kernel>kernel): ?|)"
+    r"|[\w.-]+ +(?P<kernel>kernel): ?|(?:stdout|stderr) [FP](?: |$)|)"
 )
 _IDENT = re.compile(r"(?:[\w.-]+ )?(?P<ident>systemd(?:-\w+)?|kernel)(?:\[\d+\])?: ")
 _DMESG = re.compile(r"\[(?: *\d+\.\d+|[A-Z][a-z]{2} [A-Z][a-z]{2} +\d+ \d\d:\d\d:\d\d \d{4})\] ")
-_CONTAINER = re.compile(r"(?:\[[\w./-]+\]: |[\w.-]+ +\| )")
+_CONTAINER = re.compile(r"(?:\[[\w./-]+\]: |\[pod/[\w./-]+\] |[\w.-]+ +\| )")
 _TAG = re.compile(
     r"\((?P<name>[A-Za-z_][\w.:-]*)(?:,? [^()]*?)?(?: |, )?pid=(?P<pid>\d+)[^()]*\) ?|(?:\[|^)(?P<rank>rank\d+)\]: ?"
 )
 _LEVEL = re.compile(
-    r"(?:\[(?P<klevel>[IWEF])(?:\d{4} [\d:.]+)? ?(?P<cfile>[\w./-]+\.(?:cpp|cc|hpp|h|cu)):\d+\] ?"
+    r"(?:\[(?P<klevel>[IWEF])(?:\d{3,4} [\d:.]+)? ?(?P<cfile>[\w./-]+\.(?:cpp|cc|hpp|h|cu)):\d+\] ?"
     r"|(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL):? +"
     r"(?:(?:\d{4}-)?(?P<time>\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)? )?(?:(?P<place>\[?[\w./-]+\.py:\d+\]) ?)?"
     r"|(?P<place2>\[[\w./-]+\.py:\d+\]) "
@@ -124,6 +125,7 @@ _TAG_TIERS: tuple[tuple[re.Pattern[str], int], ...] = (
 )
 
 
+@functools.lru_cache(maxsize=1024)  # a log has few tags and places, each many times
 def _tier(tag: str, place: str) -> int:
     if tag:
         name = tag.lower()
@@ -148,7 +150,8 @@ def _outer(text: str) -> tuple[int, str, str]:
     if head == "[":
         kernel = _DMESG.match(text)
         match = kernel or _CONTAINER.match(text)
-        return (match.end() if match else 0), "kernel" if kernel else "", ""
+        inner = _JOURNAL.match(text, match.end()) if match and not kernel else None
+        return (inner or match).end() if match else 0, "kernel" if kernel else "", ""
     if not (head.isalnum() or head == "-"):
         return 0, "", ""
     while True:  # a container's log inside a journal has two
@@ -178,9 +181,10 @@ def _logger(text: str, pos: int, tag: str) -> tuple[str, str, str, int]:
     """Level, place and time that a logger put before the message, and where the message begins."""
     match = _LEVEL.match(text, pos)
     if match:
-        level = match["level"] or match["level2"] or _KLEVEL.get(match["klevel"] or "", "")
-        place = (match["place"] or match["place2"] or match["cfile"] or "").strip("[]").rpartition("/")[2]
-        return _LEVELS.get(level, level), place, match["time"] or "", match.end()
+        klevel, cfile, level, time, place, other_place, other_level = match.groups()
+        level = level or other_level or _KLEVEL.get(klevel or "", "")
+        place = (place or other_place or cfile or "").strip("[]").rpartition("/")[2]
+        return _LEVELS.get(level, level), place, time or "", match.end()
     if not tag and (".py:" in text[pos : pos + 320] or "pid=" in text[pos : pos + 60]):
         match = _CUT_PREFIX.match(text, pos)
         if match:
@@ -227,12 +231,13 @@ def parse(raw: str) -> Line:
 
 
 def journal_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Messages of ``journalctl -o json``; a message with control bytes comes as a list of byte values.
+    """Messages of ``journalctl -o json`` (one with control bytes comes as a list of byte values) and of docker's
+    json-file.
 
     A line that is not such an object is passed through, so that a mixed or cut export still reads.
     """
     for line in lines:
-        text = _journal_message(line) if line.startswith("{") and '"MESSAGE"' in line else None
+        text = _journal_message(line) if line.startswith("{") and ('"MESSAGE"' in line or '"log"' in line) else None
         if text is None:
             yield line
         else:
@@ -245,6 +250,8 @@ def _journal_message(line: str) -> str | None:
     except ValueError:
         return None
     message = entry.get("MESSAGE")
+    if message is None and isinstance(entry.get("log"), str) and "stream" in entry:  # docker's json-file
+        return str(entry["log"]).rstrip("\n")
     if isinstance(message, list) and all(isinstance(value, int) and value in _BYTE for value in message):
         message = bytes(message).decode("utf-8", "replace")
     if not isinstance(message, str):

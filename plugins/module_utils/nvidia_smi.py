@@ -9,7 +9,7 @@ started on what was read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .log_text import split_lines, strip_ansi, unquote
@@ -72,6 +72,11 @@ _THROTTLING = {
 }
 _POWER_CAP = 0x4
 PROCESS_QUERY = ("gpu_uuid", "pid", "process_name", "used_gpu_memory")
+# An empty list of processes proves nothing: inside a container those of the host are not listed.
+_LOOK = (
+    "Look for the holder on the host itself, not in a container, which lists none of the others' processes "
+    "(nvidia-smi as root, fuser -v /dev/nvidia*)"
+)
 
 _STATES: tuple[tuple[str, str], ...] = (
     ("deprecated", "deprecated"),
@@ -99,85 +104,85 @@ _NOTICES: tuple[tuple[re.Pattern[str], str, str, str], ...] = tuple(
             r"driver/library version mismatch",
             "driver mismatch",
             "bad",
-            "reboot or reload the modules; what still serves keeps working, do not stop it",
+            "Reboot, or reload the modules. What still serves keeps working: do not stop it.",
         ),
         (
             r"no devices (?:were )?found",
             "no devices",
             "bad",
-            "read the kernel log for NVRM, power-cycle, compare driver and firmware",
+            "Read the kernel log for NVRM, power-cycle the host, then compare driver and firmware.",
         ),
         (
             r"couldn.t communicate with the nvidia driver",
             "driver not loaded",
             "bad",
-            "modprobe nvidia; does the running kernel have the module?",
+            "Load the module (modprobe nvidia), and see whether it was built for the running kernel.",
         ),
         (
             r"unable to (?:determine|detect) the device handle for.*",
             "gpu not answering",
             "bad",
-            "read the kernel log for Xid and bus errors, then reboot; one such GPU hides all others",
+            "Read the kernel log for Xid and bus errors, then reboot. One such GPU hides all others.",
         ),
-        (r"gpu is lost|fallen off the bus", "lost", "bad", "reboot or power-cycle the host"),
+        (r"gpu is lost|fallen off the bus", "lost", "bad", "Reboot or power-cycle the host."),
         (
             r"requires reset|reset required|reboot the system to recover",
             "requires reset",
             "bad",
-            "reset the GPU or reboot before any start",
+            "Reset the GPU or reboot before any start.",
         ),
         (
             r"failed to initialize nvml",
             "nvml failed",
             "bad",
-            "run nvidia-smi as root and as the service user; check device nodes and cgroup",
+            "Run nvidia-smi as root and as the service user, then check the device nodes and the cgroup.",
         ),
         (
             r"nvidia-smi['\u2019]?:? (?:command )?not found|nvidia-smi.*no such file",
             "nvidia-smi missing",
             "bad",
-            "install the driver's utilities (role nvidia_stack)",
+            "Install the driver's utilities (role nvidia_stack).",
         ),
         (
             r"libnvidia-ml\.so",
             "driver library missing",
             "bad",
-            "install the driver's libraries of the loaded module's version (role nvidia_stack)",
+            "Install the driver's libraries in the version of the loaded module (role nvidia_stack).",
         ),
         (
             r"^(?:killed|terminated|aborted|hangup|segmentation fault|bus error)\b[^,]*$",
             "nvidia-smi ended",
             "unknown",
-            "nvidia-smi did not end by itself, rows may be missing: run it again",
+            "Run nvidia-smi again: it did not end by itself, and rows may be missing.",
         ),
         (
             r"gpu access blocked by the operating system|insufficient permissions",
             "no permission",
             "unknown",
-            "ask as root",
+            "Run nvidia-smi as root.",
         ),
         (
             r"is not a valid field to query",
             "field not known",
             "unknown",
-            "this driver is older than the query; ask with the short list of fields",
+            "Leave that field out of the query: this driver is older than the field.",
         ),
-        (r"infoROM is corrupted", "inforom corrupted", "warning", "plan the exchange of the board that the line names"),
+        (r"infoROM is corrupted", "inforom corrupted", "warning", "Plan to exchange the board that the line names."),
         (
             r"unable to retrieve|unable to get|not able to",
             "partly unreadable",
             "warning",
-            "read the line; the field it names is missing",
+            "Read the line: the field that it names is missing.",
         ),
         (
             r"timed? ?out|no answer in",
             "no answer",
             "bad",
-            "nvidia-smi hangs: a GPU or the driver does not answer, read the kernel log",
+            "Read the kernel log: a GPU or the driver does not answer.",
         ),
         (r"no running (?:compute )?processes found", "no processes", "none", ""),
         (r"^nvml library version", "library version", "none", ""),
-        (r"^\[?unknown error\]?\.?$", "unknown error", "unknown", "ask again; unknown is not healthy"),
+        (r"^\[?unknown error\]?\.?$", "unknown error", "unknown", "Run nvidia-smi again. Unknown is not healthy."),
     )
 )
 _HEADER_CELL = re.compile(r"^(?P<field>[a-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*)(?: \[(?P<unit>[^\]]+)\])?$")
@@ -377,11 +382,8 @@ def parse_csv(text: str, fields: Sequence[str] | None = None) -> dict[str, Any]:
     """
     report: dict[str, Any] = {"gpus": [], "processes": [], "notices": [], "processes_known": False}
     names = list(fields) if fields else None
-    for raw in split_lines(unquote(strip_ansi(text))):
-        line = raw.strip()
-        if not line:
-            continue
-        if _listed(report, line):
+    for line in _told_lines(text):
+        if not line or _listed(report, line):
             continue
         cells = _cells(line)
         header = _header(cells)
@@ -412,9 +414,20 @@ def parse_csv(text: str, fields: Sequence[str] | None = None) -> dict[str, Any]:
             report["gpus"].append(_gpu(dict(zip(guessed, cells)), untold=not names and "memory.used" not in guessed))
         else:
             report["notices"].append(
-                {"text": line, "state": "unrecognised", "weight": "warning", "remedy": "read the line"}
+                {"text": line, "state": "unrecognised", "weight": "warning", "remedy": "Read that line."}
             )
     return report
+
+
+def _told_lines(text: str) -> Iterator[str]:
+    """The lines of an output that tell something: of the traceback of a wrapper in Python, its exception."""
+    in_traceback = False
+    for line in split_lines(unquote(strip_ansi(text))):
+        if "Traceback (most recent call last)" in line:
+            in_traceback = True
+        elif not in_traceback or (line.strip() and line[:1] not in {" ", "\t"}):
+            in_traceback = False
+            yield line.strip()
 
 
 def _listed(report: dict[str, Any], line: str) -> bool:
@@ -523,7 +536,6 @@ class _Table:
             self._in_mig = True
         elif "Processes:" in line:
             self._in_mig = False
-            self.report["processes_known"] = True
         elif not (self._mig(line) or self._process(line) or self._gpu_line(line) or _TABLE_HEAD.search(line)):
             self._other(line)
 
@@ -656,7 +668,6 @@ def parse_long(text: str) -> dict[str, Any]:
             path = []
         elif not colon:
             path.append((indent, key.lower()))
-            report["processes_known"] |= key == "Processes"
             if (notice := _notice(line.strip())) and not fields:
                 report["notices"].append(notice)
         elif key == "Processes":
@@ -664,6 +675,7 @@ def parse_long(text: str) -> dict[str, Any]:
         elif key.lower() in _LONG_PROCESS and any(name == "processes" for _indent, name in path):
             if key == "Process ID":
                 end_process()
+                report["processes_known"] = True
             process[_LONG_PROCESS[key.lower()]] = value
         elif fields:
             _long_field(fields, section, key.lower(), value, [name for _indent, name in path])
@@ -716,17 +728,38 @@ class _Verdict:
     """Collects reasons; the gravest decides."""
 
     def __init__(self) -> None:
-        self.verdict, self.state, self.remedy = "accept", "ok", "nothing to do"
+        self.verdict, self.state, self.remedy = "accept", "ok", "Nothing to do."
         self.reasons: list[str] = []
+        self._found: list[tuple[str, str, str]] = []  # each reason's verdict, the reason as a sentence, its own remedy
 
-    def add(self, verdict: str, state: str, reason: str, remedy: str) -> None:
+    def add(self, verdict: str, state: str, reason: str, remedy: str, quoted: bool = False) -> None:
+        """One reason; ``quoted``: in the words of nvidia-smi."""
         self.reasons.append(reason)
+        said = f'nvidia-smi says "{reason}".' if quoted else f"{reason[:1].upper()}{reason[1:]}."
+        self._found.append((verdict, said, remedy))
+        self._weigh(verdict, state, remedy)
+
+    def take(self, other: _Verdict) -> None:
+        """All reasons of another one."""
+        self.reasons += other.reasons
+        self._found += other._found
+        self._weigh(other.verdict, other.state, other.remedy)
+
+    def _weigh(self, verdict: str, state: str, remedy: str) -> None:
         graver = _SEVERITY.index(verdict) - _SEVERITY.index(self.verdict)
         # Of equally grave states the one that says what to do is named: ERR! in a row is how a reset shows too.
         if graver > 0 or (
             graver == 0 and state in {"requires reset", "lost"} and self.state not in {"requires reset", "lost"}
         ):
             self.verdict, self.state, self.remedy = verdict, state, remedy
+
+    def sentences(self, refusing: bool) -> list[str]:
+        """What refuses (or only warns) and what to do about it: one text for each remedy, with all that asks for it."""
+        by_remedy: dict[str, list[str]] = {}
+        for verdict, said, remedy in self._found:
+            if refusing is not verdict.startswith("accept"):
+                by_remedy.setdefault(remedy, []).append(said)
+        return [" ".join([*said, remedy]) for remedy, said in by_remedy.items()]
 
 
 class _Rules(NamedTuple):
@@ -747,7 +780,8 @@ def judge(
 
     `expected` is the number of GPUs that must be there. Returns ``verdict`` (accept, accept-with-warning, reject,
     reject-as-unknown, reject-as-unknown-memory), ``state`` (its short name), ``class`` ("host" or None), ``reasons``,
-    ``remedy`` and ``gpus``: ``[{"gpu", "state", "reasons"}]``.
+    ``remedy`` (of the gravest), ``faults`` and ``warnings`` (the reasons that refuse, and the others, each with its own
+    remedy in whole sentences) and ``gpus``: ``[{"gpu", "state", "reasons"}]``.
     """
     whole = report if isinstance(report, Mapping) else {"gpus": list(report)}
     gpus: Sequence[Mapping[str, Any]] = whole.get("gpus", [])
@@ -763,40 +797,41 @@ def judge(
         own = [process for process in processes if process.get("gpu") in {None, gpu.get("index"), gpu.get("uuid")}]
         verdict = _judge_gpu(name, gpu, own or (processes if len(gpus) == 1 else ()), rules)
         each.append({"gpu": gpu.get("index"), "state": verdict.state, "reasons": verdict.reasons})
-        for reason in verdict.reasons:
-            total.add(verdict.verdict, verdict.state, reason, verdict.remedy)
+        total.take(verdict)
     # What rejects is the first reason, not a shell's prompt above it.
     for notice in sorted(whole.get("notices", []), key=lambda item: item["weight"] not in {"bad", "unknown"}):
         verdict_name = {"bad": "reject", "unknown": "reject-as-unknown", "warning": "accept-with-warning"}.get(
             notice["weight"]
         )
         if verdict_name:
-            total.add(verdict_name, notice["state"], notice["text"], notice["remedy"])
+            total.add(verdict_name, notice["state"], notice["text"], notice["remedy"], quoted=True)
     # A process whose GPU cannot be matched to a row still holds memory on this host.
     held = [process for process in processes if (process.get("used_mib") or 0) >= busy_mib]
     if held and total.verdict != "reject":
-        total.add("reject", "busy", "; ".join(_held(process) for process in held), "end the processes or wait for them")
+        total.add(
+            "reject", "busy", "; ".join(_held(process) for process in held), "End the processes, or wait for them."
+        )
     blind = not gpus or all(gpu.get("memory_used_mib") is None for gpu in gpus)
     if blind and any(process.get("used_mib") is None for process in processes):
         total.add(
             "reject-as-unknown-memory",
             "memory not reported",
             "a process holds a GPU, and nothing tells how much of its memory",
-            "ask --query-gpu for the memory in use",
+            "Query the memory in use (nvidia-smi --query-gpu=memory.used).",
         )
     if not gpus and not processes and total.verdict.startswith("accept") and not whole.get("processes_known"):
         total.add(
             "reject-as-unknown",
             "nothing read",
             "no GPU row in the output",
-            "run nvidia-smi again and look at its exit status",
+            "Run nvidia-smi again and look at its exit status.",
         )
     if expected is not None and len(gpus) != expected:
         total.add(
             "reject",
             "gpu count",
             f"{len(gpus)} GPUs found, {expected} expected",
-            "read the kernel log for a GPU that dropped out; correct the host's GPU list if it changed",
+            "Read the kernel log for a GPU that dropped out, or correct the host's GPU list if it changed.",
         )
     return {
         "verdict": total.verdict,
@@ -804,6 +839,8 @@ def judge(
         "class": None if total.verdict.startswith("accept") else "host",
         "reasons": total.reasons,
         "remedy": total.remedy,
+        "faults": total.sentences(refusing=True),
+        "warnings": total.sentences(refusing=False),
         "gpus": each,
     }
 
@@ -828,14 +865,14 @@ def _judge_gpu(
                 "reject",
                 state,
                 f"{name}: {field} reads {fields.get(field, state)}",
-                "reset the GPU or reboot before any start",
+                "Reset the GPU or reboot before any start.",
             )
         elif state in _UNKNOWN:
             found.add(
                 "reject-as-unknown",
                 state,
                 f"{name}: {field} reads {fields.get(field, state)}",
-                "ask again; unknown is not healthy",
+                "Run nvidia-smi again. Unknown is not healthy.",
             )
     _judge_fields(found, name, fields, allow_mig)
     _judge_xids(found, name, gpu)
@@ -846,18 +883,19 @@ def _judge_gpu(
             found.add(
                 "reject",
                 "held by nobody",
-                f"{name}: {used:.0f} MiB in use and no process holds them",
-                "reset the GPU or reboot, waiting does not free it",
+                f"{name}: {used:.0f} MiB in use, and no process is listed",
+                f"{_LOOK}. Only if nobody holds it there either: reset the GPU or reboot.",
             )
         else:
-            holders = "; ".join(_held(process) for process in held) or "holder not asked for"
-            found.add("reject", "busy", f"{name}: {used:.0f} MiB in use ({holders})", "wait for the holder or end it")
+            holders = "; ".join(_held(process) for process in held) or "its holder is not listed"
+            remedy = "Wait for the holder, or end it." if held else f"{_LOOK}, then wait for it or end it."
+            found.add("reject", "busy", f"{name}: {used:.0f} MiB in use ({holders})", remedy)
     elif held:
         found.add(
             "reject",
             "busy",
             f"{name}: " + "; ".join(_held(process) for process in held),
-            "wait for the holder or end it",
+            "Wait for the holder, or end it.",
         )
     elif used is None and any(
         field.startswith("memory.") and states.get(field) for field in ("memory.used", "memory.total", "memory.free")
@@ -866,7 +904,7 @@ def _judge_gpu(
             "reject-as-unknown-memory",
             "memory not reported",
             f"{name}: memory reads {fields.get('memory.used', 'nothing')}",
-            "ask --query-compute-apps for the processes and the system for its free memory",
+            "Query the processes (nvidia-smi --query-compute-apps=pid,used_memory) and the free memory of the system.",
         )
     # Whatever counts as busy for the caller: an engine that computes holds memory, or is among the processes.
     empty = (used is None or used < min(busy_mib, BUSY_MIB)) and not processes
@@ -876,15 +914,16 @@ def _judge_gpu(
             found.add(
                 "reject",
                 "wedged",
-                f"{name}: {use:.0f} % busy without a process",
-                "reset the GPU or reboot, a killed collective still spins on it",
+                f"{name}: {use:.0f} % busy, with little memory in use and no process listed",
+                "A killed collective still spins on it: reset the GPU or reboot.",
             )
         else:
             found.add(
                 "reject",
                 "busy",
                 f"{name}: {use:.0f} % busy with little memory in use",
-                "ask --query-compute-apps: in use, or wedged if nobody is there",
+                "Query the processes (nvidia-smi --query-compute-apps=pid): the GPU is in use, or wedged if nobody is "
+                "there.",
             )
     return found
 
@@ -894,9 +933,9 @@ def _judge_xids(found: _Verdict, name: str, gpu: Mapping[str, Any]) -> None:
     recovered = str(gpu.get("fields", {}).get("gpu_recovery_action", "")).strip() == "None"
     for xid, line in dict(gpu.get("xids", ())).items():
         if xid in _XID_FAULTS and not recovered:
-            found.add("reject", f"xid {xid}", f"{name}: the kernel's log says: {line}", "reset the GPU or reboot")
+            found.add("reject", f"xid {xid}", f"{name}: the kernel's log says: {line}", "Reset the GPU or reboot.")
         else:
-            found.add("accept-with-warning", f"xid {xid}", f"{name}: since boot: {line}", "watch this GPU")
+            found.add("accept-with-warning", f"xid {xid}", f"{name}: since boot: {line}", "Watch this GPU.")
 
 
 def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_mig: bool) -> None:
@@ -910,7 +949,7 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
             "reject",
             "recovery action",
             f"{name}: driver asks for {action}",
-            f"do it ({action.lower()}) before any start",
+            f"Do that ({action.lower()}) before any start.",
         )
     fabric = plain("fabric.state")
     if fabric not in {"", "Completed"}:
@@ -918,24 +957,29 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
             "reject",
             "fabric not ready",
             f"{name}: fabric state {fabric}",
-            "start the fabric manager of the driver's version and wait",
+            "Start the fabric manager of the driver's version, and wait for it.",
         )
     if plain("fabric.status") not in {"", "Success"}:
         found.add(
             "reject",
             "fabric not ready",
             f"{name}: fabric status {plain('fabric.status')}",
-            "read the fabric manager's log",
+            "Read the fabric manager's log.",
         )
     if plain("mig.mode.current").rstrip("*") == "Enabled" and not allow_mig:
         found.add(
             "reject",
             "mig enabled",
             f"{name}: MIG mode is on, its memory belongs to slices",
-            "turn MIG off, or serve from a slice on purpose",
+            "Turn MIG off, or serve from a slice on purpose.",
         )
     if plain("compute_mode") == "Prohibited":
-        found.add("reject", "compute prohibited", f"{name}: compute mode Prohibited", "nvidia-smi -c DEFAULT")
+        found.add(
+            "reject",
+            "compute prohibited",
+            f"{name}: compute mode Prohibited",
+            "Set the compute mode back: nvidia-smi -c DEFAULT.",
+        )
     for field, text in fields.items():
         value = number(text)
         if field.startswith("ecc.errors.uncorrected.volatile") and value:
@@ -943,10 +987,10 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
                 "reject",
                 "uncorrectable ecc",
                 f"{name}: {field} {value:.0f}",
-                "reset the GPU and check it before any start",
+                "Reset the GPU and check it before any start.",
             )
         elif field.startswith("ecc.errors.uncorrected.aggregate") and value:
-            found.add("accept-with-warning", "old ecc errors", f"{name}: {field} {value:.0f}", "watch this GPU")
+            found.add("accept-with-warning", "old ecc errors", f"{name}: {field} {value:.0f}", "Watch this GPU.")
         elif field in {"retired_pages.pending", "remapped_rows.pending", "remapped_rows.failure"} and text.strip() in {
             "Yes",
             "1",
@@ -955,14 +999,14 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
                 "reject",
                 "memory repair pending",
                 f"{name}: {field} {text.strip()}",
-                "reboot (pending) or exchange the board (failure)",
+                "Reboot if it is pending, exchange the board if it failed.",
             )
     if number(plain("ecc").rstrip("*")):
         found.add(
             "reject",
             "uncorrectable ecc",
             f"{name}: uncorrected ECC errors {plain('ecc')}",
-            "reset the GPU and check it before any start",
+            "Reset the GPU and check it before any start.",
         )
     for what in ("ecc", "mig"):
         now, pending = plain(f"{what}.mode.current"), plain(f"{what}.mode.pending")
@@ -972,7 +1016,7 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
                 "accept-with-warning",
                 "reboot due",
                 f"{name}: {what.upper()} mode {now.rstrip('*') or 'now'}, pending {pending or 'another'}",
-                "reset the GPU or reboot when convenient",
+                "Reset the GPU or reboot when convenient.",
             )
     width, widest = number(fields.get("pcie.link.width.current", "")), number(fields.get("pcie.link.width.max", ""))
     if width and widest and width < widest:
@@ -980,7 +1024,7 @@ def _judge_fields(found: _Verdict, name: str, fields: Mapping[str, str], allow_m
             "accept-with-warning",
             "narrow link",
             f"{name}: PCIe x{width:.0f} of x{widest:.0f}",
-            "reseat the board or check the riser",
+            "Reseat the board, or check the riser.",
         )
 
 

@@ -15,7 +15,9 @@ SWAP
      "cause": null | CAUSE, "rollback_cause": null | CAUSE, "service_lost_s": monotonic s of this boot | null,
      "seconds_without_service": s | null, "streams": null | {"running": at the stop, "lost": cut off by it},
      "ended_unix": null | s, "preflight": null | report of preflight,
-     "confirm_within_s": null | s it may wait in phase `confirm`, which began at "phase_since_unix"}
+     "confirm_within_s": null | s it may wait in phase `confirm`, which began at "phase_since_unix",
+     "kind": "deploy" | "rollback", "because": null | why, in the words of who asked,
+     "changes": null | what changes from "from" to "to", in two or three words}
 OUTCOME, a closed list
     swapped | unchanged | refused | rolled_back | recovered | failed
 CAUSE

@@ -17,9 +17,9 @@ Each is a mapping with these keys (docs/diagnosis.md has the whole account):
     level     optional: "any" also looks at INFO and WARNING lines, "warning" at WARNING lines, as a suspect only
     rank      optional number that orders causes of one log, higher first (defaults in RANKS)
     certain   optional true: the engine ends with this line, so that a live wait may be given up at once
-    hang      optional, for role alive: "last" is a hang where a finished log ends with the line, "served" where it
-    goes on
-              for minutes after the KV cache was sized
+    hang      optional, for role alive: "last" is a hang where a finished log ends with the line, "served" where it goes
+              on for minutes after the KV cache was sized, "served" and "waited" also where nothing else comes for
+              minutes before the weights are read
     remedy    what to change (cause and effect)
     source    where the text was seen
 """
@@ -36,7 +36,7 @@ LEVELS = ("any", "warning")
 _SHORTEST = 2
 # Patterns see this much of a message: a line may be some kB long, and a pattern must stay fast on any text.
 _SEARCHED = 4096
-HANGS = ("last", "served")
+HANGS = ("last", "served", "waited")
 # An exception without a signature ranks at 80, what only quotes source code lower: see diagnosis.py.
 RANKS = {"cause": 100, "effect": 60, "wrapper": 40, "benign": 0, "alive": 0, "stop": 0}
 _KEYS = {

@@ -41,7 +41,6 @@ def variants() -> dict[str, Any]:
     table["baseline"].update(soak_s=2, restart_delay_s=1, drain_timeout_s=10, load_timeout_s=120)
     ngram = table["ngram"]["speculative_config"]
     own = {
-        "quick_stall": {"stall_timeout_s": 4, "engine_args": {"max-num-seqs": 7}},
         "hasty": {"load_timeout_s": 12, "engine_args": {"max-num-seqs": 9}},
         "shared_shm": {"private_shm": False, "engine_args": {"max-num-seqs": 5}},
         "older": {"engine_version": "0.31.0"},
@@ -129,7 +128,7 @@ def first_deploy(session_host: Host, first_plan: Run) -> Run:
 @pytest.fixture(scope="session")
 def staged(session_host: Host, first_deploy: Run) -> Host:
     """The host with the releases staged that tests swap to without a playbook."""
-    names = "baseline ngram quick_stall hasty mistyped unknown_flag removed_flag crossed eagle3 shared_shm"
+    names = "baseline ngram mistyped unknown_flag removed_flag crossed eagle3 shared_shm"
     session_host.stage(*names.split())
     return session_host
 

@@ -56,7 +56,7 @@ def test_a_slower_variant_comes_back_by_itself(host: Host, prompts: Path, tmp_pa
     with host.knobs(variants=[{"when": "--speculative-config", "spec_speedup": 0.8}], **STEADY):
         run = host.deploy("ngram", prompts=str(prompts), run=str(tmp_path / "run"), **MEASURE)
     assert run.code == 0, run.text[-4000:]
-    assert "sandbox: 'ngram' not kept, the variant before serves again: " in run.flat
+    assert f"{host.name}: 'ngram' not kept, the variant before serves again: " in run.flat
     assert loads(tmp_path / "run") == [
         ("A", 1, "baseline", "measured"),
         ("B", 2, "ngram", "measured"),
@@ -75,7 +75,7 @@ def test_a_faster_variant_is_kept(host: Host, prompts: Path, tmp_path: Path) -> 
     with host.knobs(variants=[{"when": "--speculative-config", "spec_speedup": 4.0}], **STEADY):
         run = host.deploy("ngram", prompts=str(prompts), run=str(tmp_path / "run"), **MEASURE)
         assert run.code == 0, run.text[-4000:]
-        assert "sandbox: 'ngram' kept: B (ngram) is faster than A (baseline)" in run.flat
+        assert f"{host.name}: 'ngram' kept: B (ngram) is faster than A (baseline)" in run.flat
         assert [one[:2] for one in loads(tmp_path / "run")] == [("A", 1), ("B", 2)]
         assert host.active() == host.enabled() == [NGRAM]
         again = host.deploy("ngram", prompts=str(prompts), **MEASURE)
@@ -88,5 +88,5 @@ def test_a_verb_that_refuses_is_its_own_sentence_alone(host: Host) -> None:
         ("playbooks/confirm.yml", "no swap waits to be confirmed"),
     ):
         run = host.ansible(playbook)
-        assert run.code != 0 and "sandbox: swapgate: " in run.flat and said in run.flat, run.text
+        assert run.code != 0 and f"{host.name}: swapgate: " in run.flat and said in run.flat, run.text
         assert not any(field in run.text for field in ("stderr", "non-zero return code", "Traceback")), run.text

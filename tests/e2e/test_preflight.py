@@ -45,7 +45,7 @@ def test_the_playbook_says_what_and_where_and_ends_in_failure(host: Host) -> Non
     before = host.picture()
     run = host.ansible("playbooks/preflight.yml", variant="mistyped")
     assert run.code != 0
-    assert "Preflight of variant 'mistyped' on sandbox found:" in run.flat
+    assert f"Preflight of variant 'mistyped' on {host.name} found:" in run.flat
     assert "draft_tensor_parallel_size" in run.flat
     assert "Nothing that serves was touched." in run.flat
     assert host.picture() == before

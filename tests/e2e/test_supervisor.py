@@ -104,18 +104,6 @@ def test_a_foreign_listener_never_makes_it_ready(host: Host) -> None:
     assert "is already in use" in host.sh(f"cat /run/swapgate/{BASELINE.removesuffix('.service')}/load.json")
 
 
-def test_a_dead_engine_that_exits_0_is_restarted(host: Host) -> None:
-    with host.knobs(exit0_after_ready_s=4):
-        start_anew(host)
-        first = await_state(host, "active")
-    until(lambda: host.show(BASELINE, "NRestarts")["NRestarts"] == "1", 30, "one restart")
-    again = await_state(host, "active")
-    assert again["NRestarts"] == "1"
-    assert again["MainPID"] != first["MainPID"]
-    assert "status=70" in host.sh(f"journalctl --no-pager -u {BASELINE} --lines 200")
-    assert host.complete()[0] == 200
-
-
 def test_what_another_try_cannot_mend_is_not_tried_again(host: Host) -> None:
     with host.knobs(wrong_served_name="somebody-else"):
         start_anew(host)

@@ -71,7 +71,7 @@ while time.monotonic() < end:
 """
 NVIDIA = """#!/usr/bin/python3
 import json, sys
-told = json.loads('''{told}''')
+told = json.loads(r'''{told}''')
 words = sys.argv[1:]
 asked = next((word.partition("=")[2] for word in words if word.startswith("--query-gpu=")), None)
 if "text" in told:

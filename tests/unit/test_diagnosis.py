@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ CERTAIN = "(APIServer pid=2) RuntimeError: Engine core initialization failed. Se
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample["name"])
 def test_sample(sample):
-    """Each sample gives its verdict, its line as the cause and, where stated, its class and signature."""
+    """Each sample gives its verdict, its line as the cause and, where stated, class, signature and remedy."""
     result = diagnosis.diagnose(sample["log"], KNOWN)
     assert result["verdict"] == sample["verdict"]
     if "cause" in sample:
@@ -34,6 +35,8 @@ def test_sample(sample):
         assert result["class"] == sample["class"]
     if "signature" in sample:
         assert result["signature"] == sample["signature"]
+    if "remedy" in sample:
+        assert re.search(sample["remedy"], result["remedy"])
     if sample["verdict"] == "fatal":
         assert result["class"] in signatures.CLASSES
         assert result["remedy"]
@@ -120,7 +123,16 @@ def test_ranks_interleaved_keep_the_cause():
     assert result["printed_by"] == "Worker_TP2"
 
 
-@pytest.mark.parametrize("prefix", ["Aug 19 18:34:30 host1 vllm[87]: ", "2026-02-08T00:40:07.13+00:00 ", "vllm-1  | "])
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "Aug 19 18:34:30 host1 vllm[87]: ",
+        "2026-02-08T00:40:07.13+00:00 ",
+        "2026-02-08T00:40:07.130000000Z stderr F ",
+        "vllm-1  | ",
+        "[pod/vllm-0/main] ",
+    ],
+)
 @pytest.mark.parametrize(("name", "text"), FATAL, ids=[name for name, _text in FATAL])
 def test_the_way_a_log_was_collected_does_not_change_the_cause(prefix, name, text):
     """journald, kubectl and compose put their own prefix before each line."""
@@ -261,3 +273,47 @@ def test_every_signature_has_a_source_and_remedies_say_something():
     """The shipped file is complete: causes have a remedy of a sentence, and every role is used."""
     assert {signature.role for signature in KNOWN.all} == set(signatures.ROLES)
     assert all(len(signature.remedy) > 20 for signature in KNOWN.all if signature.role in {"cause", "effect"})
+
+
+STOPPED = """\
+(APIServer pid=1) INFO 05-14 11:29:05 [gpu_model_runner.py:1347] Model loading took 14.9889 GiB and 20.515212 seconds
+(APIServer pid=1) INFO 05-14 11:29:18 [backends.py:430] Dynamo bytecode transform time: 12.01 s"""
+
+
+def test_a_load_that_ended_before_it_was_ready_is_not_told_that_all_is_well():
+    """Whoever asks at 3 a.m. reads what happened: it was stopped, or its end stands elsewhere."""
+    ended = diagnosis.diagnose(STOPPED, KNOWN)
+    assert ended["verdict"] == "alive" and "before the server was ready" in ended["remedy"]
+    assert diagnosis.diagnose(STOPPED, KNOWN, ended=False)["remedy"] == "Nothing to do: the load goes on."
+    stopped = diagnosis.diagnose(STOPPED + "\nKeyboardInterrupt: terminated", KNOWN)
+    assert stopped["verdict"] == "benign"
+    assert '"KeyboardInterrupt: terminated"' in stopped["remedy"] and "not ready yet" in stopped["remedy"]
+    served = "INFO:     Application startup complete.\nKeyboardInterrupt: terminated"
+    assert "not ready" not in diagnosis.diagnose(served, KNOWN)["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("line", "cls", "words"),
+    [
+        (
+            "ValueError: tensor_parallel_size 3 and --max-num-seqs 4 cannot be combined",
+            "config",
+            "tensor_parallel_size, ",
+        ),
+        ("RuntimeError: could not download part 3 of the tensor file", "transient", "a download"),
+        ("AssertionError", "config", "says next to nothing"),
+        ("ValueError: tensor model.layers.3 of the checkpoint is odd", "model", "manifest"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/var/lib/x'", "host", "service user"),
+    ],
+)
+def test_the_class_of_what_no_signature_knows_comes_from_what_the_line_says(line, cls, words):
+    """Arguments, a download or nothing at all, before the word "tensor" is taken for the model."""
+    result = diagnosis.diagnose(f"(Worker_TP0 pid=9) ERROR 01-01 00:00:00 [multiproc_executor.py:1] {line}", KNOWN)
+    assert (result["verdict"], result["class"], result["recognised"]) == ("fatal", cls, False)
+    assert words in result["remedy"]
+
+
+def test_dockers_json_file_reads_like_a_log():
+    """`/var/lib/docker/containers/*/*-json.log` as it lies on the host."""
+    lines = ['{"log":"ValueError: No available memory for the cache blocks.\\n","stream":"stderr","time":"2026"}']
+    assert list(log_text.journal_lines(lines)) == ["ValueError: No available memory for the cache blocks."]

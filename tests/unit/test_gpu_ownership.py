@@ -202,6 +202,7 @@ def test_a_holder_is_named_with_what_may_be_done(host, smi, engine, job, units):
     assert f"GPU 0: 5000 MiB held by pid {engine.pid}" in said and "`swapgate end-orphans`" in said
     assert f"GPU 1: 3000 MiB held by pid {job.pid}" in said and "stop it yourself" in said
     assert waiting.hopeless is None, "who holds it may go"
+    assert all(one[0].isupper() and one.endswith(".") for one in said.split("\n"))
     refused = gpus.foreign(host, host.test[0])
     assert len(refused) == 2 and "end_orphans=true" in refused[0]
     units[engine.pid] = UNIT

@@ -12,7 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from ansible_collections.swapgate.core.plugins.host_program import engine_api, main, preflight, systemd, transaction
+from ansible_collections.swapgate.core.plugins.host_program import (
+    engine_api,
+    main,
+    preflight,
+    status,
+    systemd,
+    transaction,
+)
 from ansible_collections.swapgate.core.plugins.module_utils import model_manifest, records, units
 
 REPO = Path(__file__).resolve().parents[2]
@@ -58,6 +65,7 @@ def test_help_names_every_command_and_the_exit_codes(installed):
         "recover",
         "status",
         "way-back",
+        "show-release",
         "history",
         "verify-unit",
         "exit codes:",
@@ -97,6 +105,26 @@ def test_history_is_json_on_standard_output(monkeypatch, tmp_path, capsys):
     records.append_history(layout, {"id": "é"})
     assert main.main(["history"]) == 0
     assert json.loads(capsys.readouterr().out) == [{"id": "é"}]
+
+
+def test_the_same_command_is_words_on_a_terminal_and_json_for_everybody_else(installed):
+    """A real pseudo-terminal, as over `ssh -t`."""
+    root = Path(installed)
+    start = (
+        f"import sys; sys.path.insert(0, {str(root)!r}); from swapgate.host_program.main import main; sys.exit(main())"
+    )
+
+    def on_a_terminal(*words):
+        code = f"import pty, sys; sys.exit(pty.spawn([sys.executable, '-I', '-c', {start!r}, *{list(words)!r}]) >> 8)"
+        return subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        ).stdout
+
+    assert json.loads(swapgate(installed, "history").stdout) == []
+    assert json.loads(on_a_terminal("history", "--json")) == []
+    host = os.uname().nodename
+    assert on_a_terminal("history").strip() == f"{host}: nothing to show"
+    assert on_a_terminal("status").startswith(f"{host}: no variant is installed")
 
 
 # --- systemd ---------------------------------------------------------------------------------------------------------
@@ -303,6 +331,43 @@ def test_a_release_that_is_not_there_is_a_problem_and_not_a_crash(host):
     assert (report["ok"], [problem["check"] for problem in report["problems"]]) == (False, ["release"])
 
 
+def test_what_serves_can_be_shown_and_what_it_stands_on_is_compared(host, monkeypatch):
+    layout, variant = host
+    name = stage(layout, variant)
+    assert status.show_release(layout, status.SERVING) is None
+    state = {"schema": 1, "swap": None}
+    good = {"variant": "baseline", "unit": UNIT, "release": name, "identity": preflight.identity(variant, layout)}
+    records.write_json(layout.state, {**state, "last_good": good})
+    shown = status.show_release(layout, status.SERVING)
+    assert (shown["release"], shown["serves"], shown["changed_below"]) == (name, False, [])
+    assert shown["unit_text"].startswith("[Service]") and shown["variant"] == variant
+
+    layout.units.mkdir(parents=True)
+    (layout.units / UNIT).write_text("[Service]\nExecStart=/bin/edited\n")
+    (layout.units / (UNIT + ".d")).mkdir()
+    (layout.units / (UNIT + ".d") / "own.conf").write_text("[Service]\nNice=5\n")
+    (layout.units / (UNIT + ".d") / preflight.EXCLUSION_DROPIN).write_text("# generated\n")
+    records.write_json(layout.variants / "baseline.json", variant)
+    monkeypatch.setattr(systemd, "show", lambda *_: {"ActiveState": "active"})
+    edited = status.show_release(layout, status.SERVING)
+    assert edited["serves"] and "edited" in edited["unit_text"] and edited["release"] != name
+    assert edited["dropins"] == {"own.conf": "[Service]\nNice=5\n"}
+    assert status.show_release(layout, name)["changed_below"] == ["drop-ins"]
+    with pytest.raises(records.RecordError, match="release 000000000000 is not complete"):
+        status.show_release(layout, "000000000000")
+
+
+def test_a_history_says_what_a_swap_changed_and_an_unreadable_release_stops_nothing(host):
+    layout, variant = host
+    old = stage(layout, variant, "[Service]\nExecStart=/x -- /e serve /m --port 1\n")
+    new = stage(layout, variant, "[Service]\nExecStart=/x -- /e serve /m --port 2\n")
+    assert transaction.what_changes(layout, {"release": old}, new) == "--port 1 -> 2"
+    assert transaction.what_changes(layout, {"release": old}, old) is None
+    assert transaction.what_changes(layout, None, new) is None
+    shutil.rmtree(layout.release(old))
+    assert transaction.what_changes(layout, {"release": old}, new) is None
+
+
 def waiting(layout, release, **over):
     """Record a swap to ``release`` in phase `confirm`, or as ``over`` says."""
     to = {"variant": "baseline", "unit": UNIT, "release": release}
@@ -409,6 +474,14 @@ def test_what_the_engine_refuses_is_a_problem_and_not_remembered(host):
         assert "unrecognized arguments: --no-such-flag" in said
         shutil.rmtree(host[0].releases)
     assert not host[0].preflights.exists()
+
+
+@has_analyze
+def test_the_engines_words_and_what_to_do_are_two_sentences(host, monkeypatch):
+    answer = {"ok": False, "stage": "config", "error": "ValueError: max_model_len is too long.", "version": None}
+    monkeypatch.setattr(preflight, "ask_engine", lambda *_arguments: answer)
+    said = problems(host)["engine's own parser"]
+    assert said == "ValueError: max_model_len is too long. Correct the variant's or the model's entry."
 
 
 @has_analyze

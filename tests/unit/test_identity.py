@@ -63,9 +63,6 @@ def test_a_resolved_variant_without_a_slot_is_in_the_main_one():
 def test_a_model_is_named_only_where_there_are_several():
     assert identity.labels([A, A_NGRAM]) == {"vllm-a.service": "baseline", "vllm-a-ngram.service": "ngram"}
     assert identity.labels([A, B]) == {"vllm-a.service": "a/baseline", "vllm-b.service": "b/baseline"}
-    assert identity.label(identity.record(A), identity.record(B)) == "a/baseline"
-    assert identity.label(identity.record(A), identity.record(A_NGRAM)) == "baseline"
-    assert identity.label(identity.record(A), {"variant": "ngram"}) == "baseline", "an older host's record"
 
 
 def test_a_unit_of_ours_is_told_by_the_first_line_that_the_template_writes():

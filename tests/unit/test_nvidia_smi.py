@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,12 @@ OUTPUTS = [
         ),
         "reject",
         "held by nobody",
+    ),
+    (
+        "table, memory in use and a process part without any row",
+        table("   58222MiB /  97887MiB") + "\n".join(PROCESSES.splitlines()[:4]),
+        "reject",
+        "busy",
     ),
     ("table, ERR! in the power", table().replace("12W /  600W", "ERR! / ERR!"), "reject", "error"),
     ("table, mig on", table(mig="              Enabled"), "reject", "mig enabled"),
@@ -536,3 +543,57 @@ def test_no_text_can_crash_it(text):
             "reject-as-unknown",
             "reject-as-unknown-memory",
         }
+
+
+SENTENCE = re.compile(r"(?:[A-Z0-9`]|nvidia-smi says ).*[.!?]\Z")
+
+
+@pytest.mark.parametrize("text", [row[1] for row in OUTPUTS], ids=[row[0] for row in OUTPUTS])
+def test_what_is_found_and_what_to_do_are_whole_sentences(text):
+    """An operator reads "GPU 0: MIG mode is on. Turn MIG off.", never a reason and a remedy glued together."""
+    judged = nvidia_smi.judge(nvidia_smi.parse(text), expected=1)
+    said = judged["faults"] + judged["warnings"]
+    assert bool(said) == bool(judged["reasons"])
+    for one in said:
+        assert SENTENCE.match(one), one
+    assert SENTENCE.match(judged["remedy"]), judged["remedy"]
+    assert bool(judged["faults"]) == (not judged["verdict"].startswith("accept"))
+
+
+def test_each_reason_has_its_own_remedy():
+    """Two faults of two kinds are two texts; one kind on two GPUs is one text that names both."""
+    head = "index, memory.used [MiB], mig.mode.current, compute_mode"
+    text = f"{head}\n0, 2 MiB, Enabled, Default\n1, 2 MiB, Enabled, Prohibited"
+    judged = nvidia_smi.judge(nvidia_smi.parse(text))
+    assert judged["faults"] == [
+        "GPU 0: MIG mode is on, its memory belongs to slices. GPU 1: MIG mode is on, its memory belongs to slices. "
+        "Turn MIG off, or serve from a slice on purpose.",
+        "GPU 1: compute mode Prohibited. Set the compute mode back: nvidia-smi -c DEFAULT.",
+    ]
+
+
+def test_of_a_wrappers_traceback_the_exception_is_named():
+    """A wrapper of nvidia-smi in Python fails: its last line says why, not "Traceback" nor what that quotes."""
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "/usr/local/bin/nvidia-smi", line 3, in <module>\n'
+        '    raise NVMLError("Failed to initialize NVML: " + why)\n'
+        "pynvml.NVMLError_LibRmVersionMismatch: Driver/library version mismatch\n"
+    )
+    judged = nvidia_smi.judge(nvidia_smi.parse(text), expected=1)
+    assert judged["state"] == "driver mismatch"
+    assert judged["reasons"][0] == "pynvml.NVMLError_LibRmVersionMismatch: Driver/library version mismatch"
+    assert judged["faults"][0] == (
+        'nvidia-smi says "pynvml.NVMLError_LibRmVersionMismatch: Driver/library version mismatch". Reboot, or reload '
+        "the modules. What still serves keeps working: do not stop it."
+    )
+    assert not any("Traceback" in one for one in judged["reasons"] + judged["faults"] + judged["warnings"])
+
+
+def test_an_empty_process_list_is_no_proof_that_nobody_holds_the_memory():
+    """Inside a container the processes of the host are not listed: a reset might end somebody's work."""
+    for rows in ("", "|  No running processes found                                                             |"):
+        text = table("   58222MiB /  97887MiB") + PROCESSES.format(rows=rows)
+        judged = nvidia_smi.judge(nvidia_smi.parse(text))
+        assert "on the host itself, not in a container" in judged["remedy"]
+        assert not judged["remedy"].startswith("Reset")

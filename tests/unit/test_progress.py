@@ -261,7 +261,8 @@ def test_a_passed_preflight_shows_what_the_engine_made_of_the_configuration(cach
         (status(units=[unit("new", active="active")]), "h: 'new' already serves as it is; nothing would change"),
         (
             status(units=[unit("new", active="active", release="changed")]),
-            "h: stops 'new' and drops its traffic until 'new' has loaded (no earlier load on this host tells how long)",
+            "h: stops 'new@chan' and drops its traffic until 'new@newn' has loaded (no earlier load on this "
+            "host tells how long)",
         ),
     ],
 )
@@ -294,18 +295,44 @@ def test_status_table():
     ]
     table = progress.status_table("h", status(swap(phase="soak"), units, last_good=release("new"), acceptance=FIGURES))
     assert table == [
-        "h: old, inactive (dead)",
+        "h: new, active (running), since Mon 10:00, release newnewnew, loaded in 1 min 01 s, starts at boot, last good",
+        "h: old, inactive (dead), release oldoldold",
         "    last failure: no shard 3",
-        "h: new, active (running), since Mon 10:00, loaded in 1 min 01 s, starts at boot, last good",
-        "h: third, activating (start), loading third: weights 5 %",
-        "    40 % of 50 draft tokens accepted, acceptance length 3.00, by position 0.90 0.50",
-        "    a swap to 'new' is in phase soak",
+        "h: third, activating (start), release thirdthirdthird, loading third: weights 5 %",
+        "    drafts: 40 % of 50 draft tokens accepted, acceptance length 3.00, by position 0.90 0.50",
+        "    last good: new@newn, since 1970-01-01 00:00:01Z",
+        "    swap: old@oldo -> new@newn, asked for by ann at 1970-01-01 00:00:00Z, is in phase soak",
+        "    next: wait; `journalctl -fu swapgate-swap` on the host follows it",
     ]
 
 
 def test_status_table_of_a_host_with_a_broken_state_or_nothing():
     assert progress.status_table("h", status(problem="state.json: empty")) == ["h: state.json: empty"]
-    assert progress.status_table("h", status()) == ["h: no variant is installed"]
+    assert progress.status_table("h", status()) == [
+        "h: no variant is installed",
+        "    next: playbooks/deploy.yml -e variant=NAME",
+    ]
+
+
+def test_status_at_3_a_m_says_what_failed_where_back_is_and_what_to_do():
+    run = swap(outcome="failed", cause=CAUSE, rollback_cause=CAUSE, kind="deploy", because="new drafts")
+    given_ = status(
+        run,
+        [unit("old", active="failed", sub="failed")],
+        last_good=release("old"),
+        way_back={"variant": "old", "release": "oldoldold"},
+        jobs=[{"unit": "swapgate-bench.service", "kind": "benchmark", "by": "bob", "since_unix": NOW - 180}],
+        now_unix=NOW,
+    )
+    assert progress.status_table("h", given_)[1:] == [
+        "    last good: old@oldo, since 1970-01-01 00:00:01Z",
+        "    last swap: 1970-01-01 00:00:00Z, ann, deploy, old@oldo -> new@newn, failed, because: new drafts",
+        "    cause: the load stalled [model, in phase watch]",
+        "    a rollback goes to: old@oldo",
+        "    job: a benchmark by bob has run for 3 min 00 s",
+        "    next: nothing serves: `journalctl -u vllm-m-old.service` tells why; playbooks/rollback.yml brings "
+        "'old' back",
+    ]
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
@@ -318,7 +345,7 @@ def test_acceptance_before_any_token_was_drafted_is_no_figure(drafts):
         "acceptance_length": None,
         "by_position": [],
     }
-    assert progress.status_table("h", status(acceptance=figures)) == ["    no draft yet"]
+    assert "    drafts: no draft yet" in progress.status_table("h", status(acceptance=figures))
 
 
 def test_history_table():
@@ -327,6 +354,132 @@ def test_history_table():
         swap(started_unix=86400.0, outcome="swapped", by="bob", **{"from": None}),
     ]
     assert progress.history_table(swaps) == [
-        "1970-01-01 00:00:00Z, ann, old -> new, rolled_back, 1 min 15 s without service, the load stalled",
-        "1970-01-02 00:00:00Z, bob, nothing -> new, swapped",
+        "1970-01-01 00:00:00Z, ann, old@oldo -> new@newn, rolled_back, 1 min 15 s without service, the load stalled",
+        "1970-01-02 00:00:00Z, bob, nothing -> new@newn, swapped",
     ]
+
+
+def test_history_tells_what_kind_of_swap_it_was_what_it_changed_and_why():
+    to = {**release("old"), "release": "71b8"}
+    run = swap(outcome="swapped", kind="rollback", changes="key", because="leaked", to=to)
+    assert progress.history_table([run]) == [
+        "1970-01-01 00:00:00Z, ann, rollback, old@oldo -> old@71b8 (key), swapped, because: leaked"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "direction"),
+    [
+        ({}, {}, "base -> base"),
+        ({"release": "1"}, {"release": "2"}, "base@1 -> base@2"),
+        ({"model": "a", "release": "1"}, {"model": "b", "release": "2"}, "a/base -> b/base"),
+        ({"slot": "main"}, {"slot": "b"}, "base@main -> base@b"),
+        ({}, {"model": "a", "slot": "main"}, "base -> base"),
+    ],
+)
+def test_two_ends_are_told_apart_by_model_slot_or_release(old, new, direction):
+    ends = [{"variant": "base", "release": "1", **one} for one in (old, new)]
+    assert progress.direction({"from": ends[0], "to": ends[1]}) == direction
+
+
+# --- the plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("over", "wanted", "said"),
+    [
+        ({}, "newnewnew", "h: a swap to 'new', asked for by ann 40 s ago, is in phase watch; following it"),
+        (
+            {},
+            "third",
+            "h: a swap to 'new@newn', asked for by ann 40 s ago, is in phase watch: a swap to 'new' would be refused "
+            "until it has ended",
+        ),
+        (
+            {"phase": "confirm"},
+            "third",
+            "h: a swap to 'new@newn', asked for by ann 40 s ago, is in phase confirm: a swap to 'new' would be refused "
+            "until it is confirmed or declined: playbooks/confirm.yml",
+        ),
+    ],
+)
+def test_a_plan_during_a_swap_tells_of_that_swap(over, wanted, said):
+    given_ = status(swap(**{"phase": "watch", **over}), [unit("new")], now_unix=40.0)
+    assert progress.plan("h", given_, "new", wanted) == said
+
+
+def test_a_plan_shows_what_changes_and_the_jobs_that_would_be_lost():
+    job = {"unit": "swapgate-bench.service", "kind": "benchmark", "by": None, "since_unix": NOW - 180}
+    difference = {"to": release("new"), "lines": ["what changes:", "    --max-num-seqs 8 -> 4"], "stale": False}
+    given_ = status(units=[unit("old", active="active")], difference=difference, jobs=[job], now_unix=NOW)
+    assert progress.plan("h", given_, "new", "newnewnew").splitlines()[:3] == [
+        "h: what changes:",
+        "    --max-num-seqs 8 -> 4",
+        "h: a benchmark has run for 3 min 00 s and would be lost",
+    ]
+    idle = {**given_, "units": [unit("old")]}
+    assert "would be lost" not in progress.plan("h", idle, "new", "newnewnew")
+
+
+def shown(name="base", unit_text="[Service]\nUser=a\n", **over):
+    """A release as `swapgate show-release` prints it."""
+    variant = {
+        "name": name,
+        "unit": f"vllm-m-{name}.service",
+        "model": {"name": "m", "path": "/m"},
+        "engine": {"package": "vllm", "version": "1"},
+        "gpus": [],
+    }
+    given_ = {"release": "1111", "serves": True, "variant": variant, "unit_text": unit_text, "dropins": {}}
+    return {**given_, "changed_below": [], **over}
+
+
+def test_a_comparison_names_both_ends_and_every_line_of_the_change():
+    new = shown("ngram", "[Service]\nUser=b\n", release="2222", dropins=None)
+    assert progress.comparison(shown(changed_below=["model"]), new)["lines"][:2] == [
+        "what changes, from what serves, base@1111 to ngram@2222:",
+        "    User a -> b",
+    ]
+    assert progress.comparison(shown(), None) == {}
+    assert progress.comparison(None, new)["lines"] == []
+
+
+def test_the_release_that_serves_is_loaded_again_only_when_something_below_it_changed():
+    same = progress.comparison(shown(), shown())
+    assert (same["lines"], same["stale"]) == ([], False)
+    old = shown(changed_below=["model"])
+    given_ = status(units=[unit("base", active="active", release="1111")], difference=progress.comparison(old, shown()))
+    assert progress.plan("h", given_, "base", "1111").splitlines() == [
+        "h: base@1111 was loaded before its model's files were changed",
+        "h: stops 'base' and drops its traffic until 'base' has loaded (no earlier load on this host tells how long)",
+    ]
+
+
+# --- the journal of a swap -------------------------------------------------------------------------------------------
+
+
+def test_the_journal_begins_with_who_wanted_what_and_ends_with_the_next_command():
+    run = swap(id="c8bb12345678", kind="rollback", changes="speculation", because="too slow")
+    assert progress.asked(run) == (
+        "swap c8bb: old@oldo -> new@newn (speculation), a rollback, asked for by ann: too slow"
+    )
+    assert progress.asked(swap(id="c8bb", kind="deploy")) == "swap c8bb: old@oldo -> new@newn, asked for by ann"
+    ended = progress.outcome(swap(outcome="rolled_back", cause=CAUSE, seconds_without_service=5.0))
+    assert ended == [
+        "swap 1: old@oldo -> new@newn: rolled_back, 5 s without service",
+        "cause: the load stalled [model, in phase watch]",
+        "next: correct the cause, then run the deploy again",
+    ]
+    assert len(progress.outcome(swap(outcome="swapped"))) == 1
+
+
+def test_that_no_time_is_known_is_said_once():
+    detail = "3 of 9 shards; no earlier load on this host to tell the time left from"
+    given_ = status(swap(phase="watch"), [unit("new", load=loading(left=None, detail=detail))])
+    assert progress.line("h", given_, NOW).endswith("elapsed | time left not known yet | " + detail)
+    assert (
+        progress.line("h", given_, NOW, told=True)
+        == "h | new | watch | weights 37 % | 1 min 15 s elapsed | 3 of 9 shards"
+    )
+    known = status(swap(phase="watch"), [unit("new", load=loading())])
+    assert progress.line("h", known, NOW, told=True) == progress.line("h", known, NOW)

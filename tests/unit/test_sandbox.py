@@ -111,9 +111,23 @@ def test_pip_settings_become_options_of_uv(listing: str, options: list[str], pla
 def test_inventory_survives_yaml_and_odd_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sandbox, "REPO", tmp_path / "a: checkout # of 'mine'")
     one = sandbox.Sandbox("one", 2301)
-    host = yaml.safe_load(sandbox.inventory_text(one))["vllm_hosts"]["hosts"]["sandbox"]
+    host = yaml.safe_load(sandbox.inventory_text(one))["vllm_hosts"]["hosts"]["one"]
     assert host["ansible_port"] == 2301
     assert host["ansible_ssh_private_key_file"] == str(tmp_path / "a: checkout # of 'mine'/.sandbox/one/id_ed25519")
+
+
+def test_two_inventories_name_two_hosts(tmp_path: Path) -> None:
+    words = [str(Path(sys.executable).parent / "ansible-inventory"), "--list"]
+    for name, port in (("one", 2301), ("two", 2302)):
+        file = tmp_path / f"{name}.yml"
+        file.write_text(sandbox.inventory_text(sandbox.Sandbox(name, port)))
+        words += ["-i", str(file)]
+    known = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert known["vllm_hosts"]["hosts"] == ["one", "two"]
+    assert {name: host["ansible_port"] for name, host in known["_meta"]["hostvars"].items()} == {
+        "one": 2301,
+        "two": 2302,
+    }
 
 
 def test_two_checkouts_share_no_cgroup_and_no_control_socket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Measure what serves, through ansible-runner, with a live view of every host.
 
     scripts/bench.py                                          the variant that serves, one stream
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ EPILOG = """exit codes:
   2    refused: bad input, unfit prompts, or nothing that serves; nothing was measured
   4    a host could not be reached; its benchmark ends by itself when nobody looks at it
   130  interrupted; the same
+
+%(options)s
 """
 
 
@@ -52,7 +56,9 @@ class BenchView(View):
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n", 1)[0], epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__.split("\n", 1)[0],
+        epilog=EPILOG % {"options": playbooks.OPTIONS_HELP},
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-i", "--inventory", action="append", metavar="PATH", help="default: ansible.cfg's")
     parser.add_argument("-l", "--limit", metavar="HOSTS", help="only these hosts")
@@ -86,14 +92,14 @@ def problem_of(args: argparse.Namespace) -> str | None:
     return playbooks.missing(args.inventory)
 
 
-def run(args: argparse.Namespace, view: View) -> str:
+def run(args: argparse.Namespace, options: Sequence[str], view: View) -> str:
     """Run the playbook; returns ansible-runner's status."""
     extra: dict[str, Any] = {"repeats": args.repeats, "cache": args.cache, "arm": args.arm}
     extra["concurrency"] = args.concurrency
     for key in ("prompts", "run"):
         if getattr(args, key):
-            extra[key] = str(getattr(args, key).resolve())
-    return view.play("benchmark.yml", args, extravars=extra)
+            extra[key] = playbooks.literal(str(getattr(args, key).resolve()))
+    return view.play("benchmark.yml", args, extravars=extra, options=options)
 
 
 def exit_code(view: View, status: str) -> int:
@@ -107,14 +113,15 @@ def exit_code(view: View, status: str) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and report."""
-    args = build_parser().parse_args(argv)
-    problem = problem_of(args)
+    words, options = playbooks.split(argv)
+    args = build_parser().parse_args(words)
+    problem = problem_of(args) or playbooks.hidden_question(options)
     if problem:
         print(f"bench.py: {problem}", file=sys.stderr)
         return REFUSED
     console = Console(stderr=True)
-    view = BenchView(console)
-    status = playbooks.watched(view, console, lambda: run(args, view))
+    view = BenchView(console, "measuring what serves")
+    status = playbooks.watched(view, console, lambda: run(args, options, view))
     if status == "canceled":
         console.print("interrupted; the host ends its benchmark when nobody looks at it for five minutes")
         return INTERRUPTED

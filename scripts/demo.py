@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """The main job on a throwaway host: install the real engine, serve `baseline`, swap to `ngram`, show one answer.
 
     scripts/demo.py [--host NAME]

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Measure variants of one host against its base, load by load, and put back what served before.
 
     scripts/experiment.py plan.yml                 says what it costs and what it can find, asks, then measures
@@ -98,8 +99,10 @@ class Host:
                     said = [result.get("msg"), result.get("stderr")]
                     failures.append(" ".join(str(part).strip() for part in said if part) or str(result))
 
-        status, said = playbooks.run(handle, self.inventories, cancel_callback=self.stop.is_set, **what)
-        if status == "canceled" or self.stop.is_set():
+        if self.stop.is_set():
+            raise Interrupted
+        status, said = playbooks.run(handle, self.inventories, **what)
+        if status == "canceled":
             raise Interrupted
         if status != "successful" and not failures:
             failures.append(said or "ansible failed without a word")
@@ -108,12 +111,14 @@ class Host:
     def play(self, playbook: str, **extra: Any) -> tuple[list[JsonDict], list[str]]:
         """Run one of our playbooks on this host."""
         extra = {"vllm_swap_by": getpass.getuser(), "allow_disruption": True, **extra}
-        return self._run(playbook=str(ROOT / "playbooks" / playbook), limit=self.name, extravars=extra)
+        # What a host once said, such as the name of its variant, is never a template here.
+        given = {key: playbooks.literal(value) if isinstance(value, str) else value for key, value in extra.items()}
+        return self._run(playbook=str(ROOT / "playbooks" / playbook), limit=self.name, extravars=given)
 
     def ask(self, command: str) -> Any:
         """The JSON that one command of the host program prints. Failed when it cannot be had."""
         module = {"module": "ansible.builtin.command", "module_args": f"/usr/local/bin/swapgate {command}"}
-        results, failures = self._run(host_pattern=self.name, cmdline="--become", **module)
+        results, failures = self._run(host_pattern=self.name, options=["--become"], **module)
         if failures:
             raise Failed(f"{self.name}: swapgate {command}: {failures[0]}")
         said = results[-1].get("stdout") if results else None
@@ -127,7 +132,7 @@ class Host:
     def end_measuring(self) -> None:
         """End what a controller that is gone left behind: it would measure beside us."""
         words = "systemctl stop swapgate-bench.service swapgate-record.service"
-        self._run(host_pattern=self.name, cmdline="--become", module="ansible.builtin.command", module_args=words)
+        self._run(host_pattern=self.name, options=["--become"], module="ansible.builtin.command", module_args=words)
 
     def variables(self) -> JsonDict:
         """The host's variables as the inventory has them. Failed when they cannot be had."""
@@ -739,10 +744,10 @@ def agreed(yes: bool, say: Callable[[str], None]) -> bool:
     """Whether a person agrees to the disruption."""
     if yes:
         return True
-    if not sys.stdin.isatty():
+    if not playbooks.can_ask():
         say("nobody to ask here: run again with --yes. Nothing was touched.")
         return False
-    return input("This stops what serves, as often as said above, and drops its traffic. Type yes to go on: ") == "yes"
+    return playbooks.agreed("This stops what serves, as often as said above, and drops its traffic.")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -840,7 +845,7 @@ def main(argv: list[str] | None = None) -> int:
             return REFUSED
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: found.host.stop.set())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Interrupted):
         say_line("interrupted; nothing that serves was touched")
         return INTERRUPTED
     except (Failed, plans.PlanError, InputError, OSError) as error:

@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Every test of the repository, stage by stage, with the minutes of each against the last run's.
 
     scripts/test_stages.py            all stages, in two lanes side by side; the first failure ends the run

@@ -189,8 +189,8 @@ def smallest_range(plan: Plan, classes: int) -> dict[str, Any]:
         ends = [None if one is None or refused > MOST_REFUSED else one**MARGIN for one in rough]
     low, high = ends
     said = (
-        "no speed-up is called faster in 9 of 10 runs for sure: the null run refuses the rig in "
-        f"{refused:.0%} of them; plan more repeats or prompts"
+        f"too small to promise a verdict: the check of the baseline against itself would fail in {refused:.0%} of "
+        "runs, and then no speed-up, however large, is called faster; plan more repeats or prompts"
         if low is None or high is None
         else f"a speed-up of {low:.2f}x (prompts that behave alike) to {high:.2f}x (prompts that differ) or more is "
         f"called faster in 9 of 10 runs ({source}); a smaller one may stay undecided"

@@ -85,5 +85,12 @@ def test_what_was_asked_for_reaches_the_playbook(call):
     code, _, (asked,) = call("--concurrency", "1,4", "--prompts", prompts, "--json", events=[event("ok", LOAD)])
     assert code == bench.MEASURED
     assert asked["extravars"] == {"repeats": 3, "cache": "cold", "arm": "A", "concurrency": [1, 4]} | {
-        "prompts": str(prompts)
+        "prompts": {"__ansible_unsafe": str(prompts)}
     }
+
+
+def test_options_after_two_dashes_reach_ansible_playbook(call):
+    code, _, (asked,) = call("--", "--forks", "20", "-vv", events=[event("ok", LOAD)])
+    assert (code, asked["options"]) == (bench.MEASURED, ["--forks", "20", "-vv"])
+    code, err, asked = call("--", "-K")
+    assert (code, asked) == (bench.REFUSED, []) and "--become-password-file" in err

@@ -11,10 +11,7 @@ from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 
 PROGRAM = "/usr/local/bin/swapgate"
-NOT_INSTALLED = (
-    "nothing of swapgate is installed on this host. Deploy a variant first: ansible-playbook playbooks/deploy.yml "
-    "-e variant=baseline"
-)
+NOT_INSTALLED = "nothing of swapgate is installed; next: ansible-playbook playbooks/deploy.yml -e variant=NAME"
 
 
 class ActionModule(ActionBase):
@@ -26,7 +23,8 @@ class ActionModule(ActionBase):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return `rc`, `stdout` and `stderr`, and `json`, standard output where it is JSON.
 
-        `words` is the verb with its arguments, a text or a list; `exits` are the exit codes that are no failure.
+        `words` is the verb with its arguments, a text or a list; `exits` are the exit codes that are no failure. With
+        `needed: false` a host without swapgate is no failure either: `installed` is false then, and `msg` says so.
         """
         super().run(tmp, task_vars)
         words, exits = self._task.args.get("words"), self._task.args.get("exits", [0])
@@ -42,6 +40,7 @@ class ActionModule(ActionBase):
         said = [line.strip() for line in str(done.get("stderr", "")).splitlines() if line.strip()]
         if done.get("rc") in exits and "cmd" in done and "start" in done:
             done.pop("failed", None)
+            done["installed"] = True
             try:
                 done["json"] = json.loads(done["stdout"])
             except ValueError:
@@ -50,6 +49,8 @@ class ActionModule(ActionBase):
         host = (task_vars or {}).get("inventory_hostname", "")
         if "start" not in done and done.get("rc") == errno.ENOENT:
             said = [NOT_INSTALLED]
+            if not self._task.args.get("needed", True):
+                return {"changed": False, "installed": False, "msg": f"{host}: {NOT_INSTALLED}"}
         last = said[-1] if said else str(done.get("msg") or f"swapgate {argv[0]}: exit {done.get('rc')}")
         # The sentence alone: the command's own fields would bury it.
         return {"failed": True, "rc": done.get("rc"), "changed": False, "msg": f"{host}: {last}"}

@@ -225,7 +225,8 @@ class Swap:
             held += watch.blocked(time.monotonic())
             blocked = thief + held
             if not blocked:
-                self.swap.pop("waits_for", None)
+                if said:
+                    self.swap["waits_for"] = None
                 return
             if patient and thief and not held and time.monotonic() < begun + PORT_PATIENCE_S:
                 if " ".join(thief) != said:

@@ -16,7 +16,7 @@ SWAP
      "seconds_without_service": s | null, "streams": null | {"running": at the stop, "lost": cut off by it},
      "ended_unix": null | s, "preflight": null | report of preflight,
      "confirm_within_s": null | s it may wait in phase `confirm`, which began at "phase_since_unix",
-     "waits_for": who holds the port of the last good variant, while it waits for that one; else not there,
+     "waits_for": who holds the port of the last good variant, while the way back waits for it; else null or not there,
      "kind": "deploy" | "rollback", "because": null | why, in the words of who asked,
      "changes": null | what changes from "from" to "to", in two or three words}
 OUTCOME, a closed list

@@ -32,7 +32,7 @@ def test_a_host_that_has_nothing_is_one_sentence_with_the_next_command(playbook,
     )
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == code, said
-    assert "bare: nothing of swapgate is installed; next: playbooks/deploy.yml -e variant=NAME" in said
+    assert "bare: nothing of swapgate is installed; next: ansible-playbook playbooks/deploy.yml -e variant=NAME" in said
     assert "Errno" not in said
 
 

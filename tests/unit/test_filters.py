@@ -353,3 +353,26 @@ def test_deploy_py_refuses_a_wrong_call_at_once(commands, case, said):
     done, seconds = commands[f"deploy.py: {case}"]
     assert done.returncode == 2 and said in done.stderr
     assert seconds < 20
+
+
+# --- an inventory's own tables, wherever it keeps them ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["group_vars/all.yml", "group_vars/vllm_hosts.yml", "host_vars/nobody.yml"])
+def test_own_models_and_variants_count_wherever_the_inventory_keeps_them(tmp_path, place):
+    (tmp_path / "hosts.yml").write_text(yaml.safe_dump({"vllm_hosts": {"hosts": {"nobody": NOBODY}}}))
+    own = {
+        "swapgate_model": "mine",
+        "swapgate_models": {"mine": {"path": "/srv/mine", "served_name": "mine"}},
+        "swapgate_variants": {"fast": {"extends": "baseline", "engine_args": {"max-num-seqs": 4}}},
+        "swapgate_host": HOST,
+    }
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text(yaml.safe_dump(own))
+    words = ["ansible-playbook", "-i", str(tmp_path), "playbooks/deploy.yml", "-e", "variant=fats"]
+    said = " ".join(ansible(*words).stdout.split())
+    # The model has no drafts: what needs one is not among what it can have, and stops nobody else.
+    assert "variant 'fats' does not exist. Did you mean 'fast'? Variants that exist: baseline," in said, said
+    assert "model 'mine' can have baseline, fast, mtp, ngram, ngram_trial, suffix on this host" in said, said
+    done = ansible("ansible-playbook", "-i", str(tmp_path), "playbooks/deploy.yml", "-e", "variant=eagle3")
+    assert "the model names no draft 'eagle3'" in " ".join(done.stdout.split())

@@ -1,8 +1,8 @@
 """What a GPU host needs of NVIDIA's packages: from its boards, distribution and wishes to one plan, with reasons.
 
 The input ``host`` is what module nvidia_host returns; ``wishes`` are role nvidia_stack's variables without their
-prefix: gpus, source ("cuda" or "distribution"), url, keyring, keyring_checksum, branch, flavour ("auto", "open", "proprietary"),
-kernel_module, fabric_manager ("auto", "present", "absent"), cuda_toolkit, compiler, hold_kernel,
+prefix: gpus, source ("cuda" or "distribution"), url, keyring, keyring_checksum, branch, flavour ("auto", "open",
+"proprietary"), kernel_module, fabric_manager ("auto", "present", "absent"), cuda_toolkit, compiler, hold_kernel,
 kernel_parameters.
 """
 
@@ -111,8 +111,8 @@ def plan(host: Mapping[str, Any], wishes: Mapping[str, Any]) -> JsonDict:
     """What is to be done on a host, and what stands against it.
 
     Returns ``family``, ``gpus``, ``expected`` (GPUs on the bus), ``branch``, ``flavour``, ``why``, ``repository``
-    ({"base", "keyring", "keyring_checksum", "components", "archive", ...} or None), ``stream`` (dnf's), ``packages`` ({"pin",
-    "headers", "driver", "others"}), ``missing``, ``unwanted`` (to remove), ``replaces`` (why an installed driver
+    ({"base", "keyring", "keyring_checksum", "components", "archive", ...} or None), ``stream`` (dnf's), ``packages``
+    ({"pin", "headers", "driver", "others"}), ``missing``, ``unwanted`` (to remove), ``replaces`` (why an installed driver
     goes, or None), ``touches_driver``, ``unhold`` (what a change must release), ``unheld`` (installed, to be held),
     ``parameters`` (kernel parameters not on the command line), ``reboot`` (reasons), ``problems``, ``notices`` and
     ``lines`` (all of it as text).

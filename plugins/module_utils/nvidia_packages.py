@@ -112,8 +112,8 @@ def plan(host: Mapping[str, Any], wishes: Mapping[str, Any]) -> JsonDict:
 
     Returns ``family``, ``gpus``, ``expected`` (GPUs on the bus), ``branch``, ``flavour``, ``why``, ``repository``
     ({"base", "keyring", "keyring_checksum", "components", "archive", ...} or None), ``stream`` (dnf's), ``packages``
-    ({"pin", "headers", "driver", "others"}), ``missing``, ``unwanted`` (to remove), ``replaces`` (why an installed driver
-    goes, or None), ``touches_driver``, ``unhold`` (what a change must release), ``unheld`` (installed, to be held),
+    ({"pin", "headers", "driver", "others"}), ``missing``, ``unwanted`` (to remove), ``replaces`` (why an installed
+    driver goes, or None), ``touches_driver``, ``unhold`` (what a change must release), ``unheld`` (to be held),
     ``parameters`` (kernel parameters not on the command line), ``reboot`` (reasons), ``problems``, ``notices`` and
     ``lines`` (all of it as text).
     """

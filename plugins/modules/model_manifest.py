@@ -260,7 +260,7 @@ def main() -> None:
     manifest_file = Path(module.params["manifest_dir"], f"{name}.json")
     if not Path(path).is_dir():
         found = "no such folder" if not Path(path).exists() else "no folder"
-        command = f"ls -ld {path}; copy the model there, correct `path` or `drafts` of the model, or give it a source {{repo, revision}}"
+        command = f"ls -ld {path}; copy it there, correct `path` or `drafts` of the model, or give the model a `source`"
         problem = problem_line(f"model {name}", path, found, "the model's folder", command)
         module.fail_json(msg=problem, problems=[problem])
     user = module.params["user"]

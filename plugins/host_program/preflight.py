@@ -46,6 +46,7 @@ CLASSES = {
     "engine": "host",
     "enabled": "host",
     "readable": "host",
+    "writable": "host",
 }
 
 JsonDict = dict[str, Any]
@@ -85,7 +86,9 @@ def identity(variant: JsonDict, layout: records.Layout) -> JsonDict:
     marker = venv / ENGINE_MARKER
     # The folders of metadata carry every version: a virtualenv that was changed in place is another one.
     installed = sorted(folder.name for folder in venv.glob("lib/python*/site-packages/*.dist-info"))
-    manifest = records.read_if_there(layout.manifests / (variant["model"]["name"] + ".json"))
+    manifest = _manifest(variant, layout)
+    draft = _draft(variant)
+    drafted = _manifest(variant, layout, draft) if draft else None
     driver = Path("/sys/module/nvidia/version")
     dropins = own_dropins(layout, variant["unit"]).values()
     return {
@@ -93,6 +96,7 @@ def identity(variant: JsonDict, layout: records.Layout) -> JsonDict:
         if marker.exists()
         else None,
         "model": manifest.get("id") if manifest else None,
+        "draft": drafted.get("id") if drafted else None,
         "drop-ins": hashlib.sha256(b"\0".join(dropins)).hexdigest()[:16],
         "driver": driver.read_text(encoding="ascii").strip() if driver.exists() else None,
     }
@@ -165,6 +169,45 @@ def _version(variant: JsonDict) -> list[str]:
     )
 
 
+def _draft(variant: JsonDict) -> str | None:
+    """The folder of the variant's draft model, if it has one of its own."""
+    path = (variant.get("speculative_config") or {}).get("model")
+    own = isinstance(path, str) and path.startswith("/") and path != variant["model"]["path"]
+    return path if own else None
+
+
+def _manifest(variant: JsonDict, layout: records.Layout, draft: str | None = None) -> JsonDict | None:
+    """What role model_cache wrote of the model's folder, or of its draft's; None if it has not."""
+    name = variant["model"]["name"]
+    file = model_manifest.draft_name(name, draft) if draft else name
+    found = records.read_if_there(layout.manifests / (file + ".json"))
+    return found if not draft or (found and found.get("path") == draft) else None
+
+
+def _against_manifest(variant: JsonDict, manifest: JsonDict) -> list[str]:
+    problems = model_manifest.quick_check(manifest, os.stat)
+    if not problems and "--trust-remote-code" in variant["argv"]:
+        problems = model_manifest.code_problems(manifest, model_manifest.hash_file)
+    return problems
+
+
+def _writable(variant: JsonDict, account: dict[str, Any]) -> list[str]:
+    """Whether the engine, or any user, may change what the engine runs: its own code, its model, its draft."""
+    gids = {account["group"], *account["extra_groups"]}
+    places = [("model folder", variant["model"]["path"]), ("draft folder", _draft(variant))]
+    problems = []
+    for what, root in places:
+        if root:
+            below = [
+                str((Path(at) / name).relative_to(root)) for at, dirs, files in os.walk(root) for name in dirs + files
+            ]
+            problems += model_manifest.write_problems(what, root, account["user"], gids, below)
+    venv = variant["engine"]["venv"]
+    code = [folder.relative_to(venv) for folder in Path(venv).glob("lib/python*/site-packages/*")]
+    below = ["bin", "bin/python", *map(str, code), *(str(folder.parent) for folder in code[:1])]
+    return problems + model_manifest.write_problems("engine", venv, account["user"], gids, below)
+
+
 def _model(variant: JsonDict, layout: records.Layout) -> list[str]:
     path = Path(variant["model"]["path"])
     if not path.is_dir():
@@ -183,7 +226,7 @@ def _model(variant: JsonDict, layout: records.Layout) -> list[str]:
     elif load_format in WEIGHT_FORMATS and not weights:
         problems.append(f"{path} holds no *.safetensors file, which load format '{load_format}' reads.")
     problems += model_manifest.verify_headers(str(path))
-    manifest = records.read_if_there(layout.manifests / (variant["model"]["name"] + ".json"))
+    manifest = _manifest(variant, layout)
     if manifest is None:
         problems.append(
             "no manifest of model '{}' in {}. Run the deploy again: role model_cache writes it.".format(
@@ -191,15 +234,19 @@ def _model(variant: JsonDict, layout: records.Layout) -> list[str]:
             )
         )
     else:
-        problems += model_manifest.quick_check(manifest, os.stat)
-    spec = variant.get("speculative_config") or {}
-    draft = spec.get("model")
-    if isinstance(draft, str) and draft.startswith("/") and not (Path(draft) / "config.json").is_file():
+        problems += _against_manifest(variant, manifest)
+    draft = _draft(variant)
+    if draft and not (Path(draft) / "config.json").is_file():
         problems.append(
             "draft model {} is not there (no config.json). Correct `drafts` of model '{}'.".format(
                 draft, variant["model"]["name"]
             )
         )
+    elif draft:
+        problems += model_manifest.verify_headers(draft)
+        # Hosts of an older swapgate have no manifest of it yet: the next deploy writes one.
+        recorded = _manifest(variant, layout, draft)
+        problems += _against_manifest(variant, recorded) if recorded else []
     return problems
 
 
@@ -415,7 +462,10 @@ def check(layout: records.Layout, release: str, managed: list[str], on_step: Cal
     collect("enabled", _enabled(managed))
     collect("unit", _unit_file(layout, release, variant))
     if not report["problems"]:
-        collect("readable", _readable(variant, (layout.release(release) / variant["unit"]).read_text(encoding="utf-8")))
+        text = (layout.release(release) / variant["unit"]).read_text(encoding="utf-8")
+        collect("writable", _writable(variant, account_of(text)))
+    if not report["problems"]:
+        collect("readable", _readable(variant, text))
     if not report["problems"]:
         on_step("engine")
         stamp = _venv_stamp(variant["engine"]["venv"])

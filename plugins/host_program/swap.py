@@ -550,7 +550,7 @@ class Swap:
     def _check_unchanged(self, variant: JsonDict) -> None:
         """The preflight's word is about what it saw: an engine that was upgraded meanwhile is another one."""
         now = preflight.identity(variant, self.layout)
-        for part in ("engine", "model"):
+        for part in ("engine", "model", "draft"):
             if self._looked_at.get(part) != now[part]:
                 raise SwapFailed(
                     "the {} of '{}' was changed since its preflight".format(part, variant["name"]),

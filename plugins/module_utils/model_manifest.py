@@ -18,8 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Protocol
 
@@ -27,7 +28,11 @@ from . import safetensors
 from .safetensors import problem_line
 
 # Weights that are pickles run code when they are loaded; the engine is never shown a folder that has one.
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# A name may lie, so the first bytes count as well (pickled_by).
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill")
+_TEXT_PICKLE = re.compile(rb"\(?c[\w.]+\n[\w.]+\n|\([dl]p0\n")
+HEAD_BYTES = 64
+CODE_SUFFIX = ".py"
 WEIGHTS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 # Left in a fetched folder by the fetch: {"repo", "revision", "files": [as in a manifest]}.
@@ -164,37 +169,64 @@ def changes(before: Manifest | None, after: Manifest) -> list[Change]:
     return listed
 
 
-def change_problems(root: str, differences: Iterable[Change], manifest_file: str) -> list[str]:
+def change_problems(root: str, differences: Iterable[Change], manifest_file: str, runs_code: bool) -> list[str]:
     """Weights that changed or vanished under a manifest are a problem, other changed files are not.
 
-    A chat template or a tokenizer setting is edited on purpose; weights of the same name with other bytes are damage,
-    or another model, which deserves another name or at least one deliberate act.
+    A chat template or a tokenizer setting is edited on purpose (change_notices names it); weights of the same name with
+    other bytes are damage, or another model, which deserves another name or at least one deliberate act. So does
+    Python code of a model whose code is run (`runs_code`: trust_remote_code), also where it is new.
     """
     command = f"restore the file, or if the new content is meant: rm {manifest_file} and deploy again"
     problems = []
     for change in differences:
-        if change.kind == "added" or not change.path.endswith(WEIGHTS_SUFFIX):
+        code = runs_code and change.path.endswith(CODE_SUFFIX)
+        if not code and (change.kind == "added" or not change.path.endswith(WEIGHTS_SUFFIX)):
             continue
+        what = "model code (trust_remote_code runs it)" if code else "model weights"
         found = "no file" if change.kind == "removed" else f"sha256 {change.after[:12]}"
-        expected = f"sha256 {change.before[:12]} as in {manifest_file}"
-        problems.append(problem_line("model weights", f"{root}/{change.path}", found, expected, command))
+        expected = f"sha256 {change.before[:12]} as in {manifest_file}" if change.before else "no such file"
+        problems.append(problem_line(what, f"{root}/{change.path}", found, expected, command))
     return problems
 
 
-def source_problems(root: str, manifest: Manifest, source: Mapping[str, Any]) -> list[str]:
+def change_notices(root: str, differences: Iterable[Change]) -> list[str]:
+    """Changed files that change what the model says or does, though they are no weights: one line for each."""
+    return [
+        f"{root}/{change.path}: {change.kind} since the last manifest; it is part of what the model says. Was it you?"
+        for change in differences
+        if not change.path.endswith((WEIGHTS_SUFFIX, ".md", "LICENSE"))
+    ]
+
+
+def code_problems(manifest: Manifest, hash_of: Callable[[str], str]) -> list[str]:
+    """What the Python code of a model folder is now, against its manifest. For a preflight: code is small."""
+    root = manifest["path"]
+    found, problems = list_files(root)
+    now = {entry.path for entry in found if entry.path.endswith(CODE_SUFFIX)}
+    before = {entry["path"]: entry["sha256"] for entry in manifest["files"] if entry["path"].endswith(CODE_SUFFIX)}
+    after = {path: hash_of(f"{root}/{path}") for path in now}
+    differences = [
+        Change("content" if path in before else "added", path, before.get(path, ""), digest)
+        for path, digest in sorted(after.items())
+        if before.get(path) != digest
+    ]
+    return problems + change_problems(root, differences, f"the manifest of {manifest['name']}", True)
+
+
+def source_problems(root: str, manifest: Manifest, source: Mapping[str, Any], runs_code: bool) -> list[str]:
     """Fetched files that are no longer what the hub had, by the record that the fetch left."""
     now = {entry["path"]: entry for entry in manifest["files"]}
     origin = f"{source['repo']} at {source['revision'][:12]}"
     command = f"mv {root} {root}.damaged and deploy again (fetches it anew)"
     problems = []
     for entry in source["files"]:
-        if not entry["path"].endswith(WEIGHTS_SUFFIX):
+        if not entry["path"].endswith((WEIGHTS_SUFFIX, CODE_SUFFIX) if runs_code else WEIGHTS_SUFFIX):
             continue
         here = now.get(entry["path"])
         if here is None or here["sha256"] != entry["sha256"]:
             found = "no file" if here is None else f"sha256 {here['sha256'][:12]}"
             expected = f"sha256 {entry['sha256'][:12]} as fetched from {origin}"
-            problems.append(problem_line("model weights", f"{root}/{entry['path']}", found, expected, command))
+            problems.append(problem_line("model file", f"{root}/{entry['path']}", found, expected, command))
     return problems
 
 
@@ -203,7 +235,7 @@ def file_list_problems(root: str, paths: Iterable[str]) -> list[str]:
     names = sorted(paths)
     problems = []
     for name in names:
-        if name.endswith(PICKLE_SUFFIXES):
+        if name.lower().endswith(PICKLE_SUFFIXES):
             where = f"{root}/{name}"
             command = f"mv {where} out of the model's folder"
             problems.append(
@@ -233,6 +265,30 @@ def config_problems(where: str, text: str) -> list[str]:
     return []
 
 
+def foreign_code_problems(where: str, text: str) -> list[str]:
+    """Code that the config.json of a model takes from another repo: no manifest of this folder can pin it."""
+    try:
+        config = json.loads(text)
+        named = [
+            name for value in config["auto_map"].values() for name in (value if isinstance(value, list) else [value])
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    command = "copy that code into the model's folder and name it without the repo"
+    return [
+        problem_line(
+            "model code (trust_remote_code runs it)", where, f"auto_map {name}", "code of this folder", command
+        )
+        for name in named
+        if isinstance(name, str) and "--" in name
+    ]
+
+
+def draft_name(model: str, path: str) -> str:
+    """The name of a draft folder's manifest; no model can have such a name."""
+    return f"{model}--draft-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+
+
 def quick_check(manifest: Manifest, stat_of: Callable[[str], Stat]) -> list[str]:
     """Compare sizes and times of a manifest's files with those on the disk; reads no content.
 
@@ -257,8 +313,85 @@ def quick_check(manifest: Manifest, stat_of: Callable[[str], Stat]) -> list[str]
     return problems
 
 
-def list_files(root: str) -> tuple[list[Found], list[str]]:
-    """The files of the model folder `root`, links followed, and one problem for each that cannot be looked at."""
+def pickled_by(head: bytes) -> str | None:
+    """What the first bytes of a file say that runs code when it is loaded: a pickle, or an archive of pickles."""
+    if head.startswith(b"PK\x03\x04"):
+        return "an archive as torch.save writes it"
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        return f"a pickle of protocol {head[1]}"
+    return "a pickle of protocol 0" if _TEXT_PICKLE.match(head) else None
+
+
+def content_problems(root: str) -> list[str]:
+    """Files of any name, also in folders that begin with a dot, which begin as pickles do."""
+    problems = []
+    for entry in list_files(root, hidden=True)[0]:
+        where = f"{root}/{entry.path}"
+        try:
+            with Path(where).open("rb", buffering=0) as stream:
+                kind = pickled_by(stream.read(HEAD_BYTES) or b"")
+        except OSError:
+            continue  # what cannot be read is reported by the check of access
+        if kind or (entry.path.lower().endswith(PICKLE_SUFFIXES) and "/." in f"/{entry.path}"):
+            kind = kind or "pickled weights by its name"
+            command = f"mv {where} out of the model's folder"
+            problems.append(problem_line("model file", where, f"{kind} (runs code when loaded)", "no pickle", command))
+    return problems
+
+
+class Owned(Protocol):
+    """The part of os.stat_result that says who may write."""
+
+    @property
+    def st_uid(self) -> int: ...
+
+    @property
+    def st_gid(self) -> int: ...
+
+    @property
+    def st_mode(self) -> int: ...
+
+
+def writer(status: Owned, uid: int, gids: Collection[int]) -> str | None:
+    """Who else than root and a person may write what `status` describes: the service's user, its group, or all."""
+    if uid == 0:
+        return None  # a service that runs as root may write everything; no mode can help
+    if status.st_uid == uid:
+        return "its owner, the service's user"
+    if status.st_gid in gids and status.st_mode & stat.S_IWGRP:
+        return "the service's group"
+    return "everybody" if status.st_mode & stat.S_IWOTH else None
+
+
+def write_problems(what: str, root: str, uid: int, gids: Collection[int], below: Iterable[str]) -> list[str]:
+    """One line if the service's user or everybody may change `root`, a folder on the way to it, or a path `below` it.
+
+    Who may write them decides what the engine runs, whatever a manifest says, and sets their times as well.
+    """
+    on_the_way = [step for place in (root, os.path.realpath(root)) for step in way_to(place)[:-1]]
+    paths = [*dict.fromkeys(on_the_way), root, *(f"{root}/{path}" for path in below)]
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        if path in on_the_way and status.st_mode & stat.S_ISVTX and status.st_uid != uid:
+            continue  # as /tmp: others' entries cannot be replaced
+        who = writer(status, uid, gids)
+        if who:
+            found = f"writable by {who} (mode {stat.S_IMODE(status.st_mode):04o})"
+            recursive = "-R " if path not in on_the_way else ""
+            place = root if recursive else path
+            command = f"chown {recursive}root:root {place}; chmod {recursive}go-w {place}"
+            return [problem_line(what, path, found, "writable by root alone", command)]
+    return []
+
+
+def list_files(root: str, hidden: bool = False) -> tuple[list[Found], list[str]]:
+    """The files of the model folder `root`, links followed, and one problem for each that cannot be looked at.
+
+    With `hidden` also those whose name, or folder's name, begins with a dot.
+    """
     found: list[Found] = []
     problems: list[str] = []
 
@@ -268,9 +401,9 @@ def list_files(root: str) -> tuple[list[Found], list[str]]:
         problems.append(problem_line("model folder", where, reason, "a readable folder", f"ls -ld {where}"))
 
     for folder, folders, names in os.walk(root, onerror=failed):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if hidden or not name.startswith("."))
         for name in sorted(names):
-            if name.startswith("."):
+            if name.startswith(".") and not hidden:
                 continue
             path = Path(folder, name)
             try:
@@ -304,6 +437,8 @@ def verify_headers(path: str) -> list[str]:
     found, problems = list_files(path)
     names = [entry.path for entry in found]
     problems += file_list_problems(path, names)
+    named = {line.split(": found ")[0] for line in problems}
+    problems += [line for line in content_problems(path) if line.split(": found ")[0] not in named]
     tensors_of: dict[str, tuple[str, ...]] = {}
     for name in names:
         if name.endswith(WEIGHTS_SUFFIX):

@@ -1,8 +1,8 @@
 """What a GPU host needs of NVIDIA's packages: from its boards, distribution and wishes to one plan, with reasons.
 
 The input ``host`` is what module nvidia_host returns; ``wishes`` are role nvidia_stack's variables without their
-prefix: gpus, source ("cuda" or "distribution"), url, keyring, branch, flavour ("auto", "open", "proprietary"),
-kernel_module, fabric_manager ("auto", "present", "absent"), cuda_toolkit, compiler, hold_kernel,
+prefix: gpus, source ("cuda" or "distribution"), url, keyring, keyring_checksum, branch, flavour ("auto", "open",
+"proprietary"), kernel_module, fabric_manager ("auto", "present", "absent"), cuda_toolkit, compiler, hold_kernel,
 kernel_parameters.
 """
 
@@ -111,9 +111,9 @@ def plan(host: Mapping[str, Any], wishes: Mapping[str, Any]) -> JsonDict:
     """What is to be done on a host, and what stands against it.
 
     Returns ``family``, ``gpus``, ``expected`` (GPUs on the bus), ``branch``, ``flavour``, ``why``, ``repository``
-    ({"base", "keyring", "components", "archive", "mirror"} or None), ``stream`` (dnf's), ``packages`` ({"pin",
-    "headers", "driver", "others"}), ``missing``, ``unwanted`` (to remove), ``replaces`` (why an installed driver
-    goes, or None), ``touches_driver``, ``unhold`` (what a change must release), ``unheld`` (installed, to be held),
+    ({"base", "keyring", "keyring_checksum", "components", "archive", ...} or None), ``stream`` (dnf's), ``packages``
+    ({"pin", "headers", "driver", "others"}), ``missing``, ``unwanted`` (to remove), ``replaces`` (why an installed
+    driver goes, or None), ``touches_driver``, ``unhold`` (what a change must release), ``unheld`` (to be held),
     ``parameters`` (kernel parameters not on the command line), ``reboot`` (reasons), ``problems``, ``notices`` and
     ``lines`` (all of it as text).
     """
@@ -134,6 +134,7 @@ def plan(host: Mapping[str, Any], wishes: Mapping[str, Any]) -> JsonDict:
     )
     holdable = [name for name in driver_packages(have) if name not in unwanted] + _kernel_packages(kind, have, wishes)
     held = set(host["held"])
+    repository = _repository(str(kind), release, host, wishes) if known else None
     parameters = [word for word in wishes["kernel_parameters"] if word not in host["cmdline"]]
     result: JsonDict = {
         "family": kind,
@@ -142,7 +143,7 @@ def plan(host: Mapping[str, Any], wishes: Mapping[str, Any]) -> JsonDict:
         "branch": branch,
         "flavour": flavour,
         "why": why,
-        "repository": _repository(str(kind), release, host, wishes) if known else None,
+        "repository": repository,
         "stream": f"{major}-{'open' if flavour == 'open' else 'dkms'}" if kind == "redhat" else None,
         "packages": packages,
         "missing": missing,
@@ -154,7 +155,9 @@ def plan(host: Mapping[str, Any], wishes: Mapping[str, Any]) -> JsonDict:
         "parameters": parameters,
         "reboot": _reboot(host, own, wishes),
         "driver": own,
-        "problems": problems + _problems(kind, known, release, host, wishes, found["gpus"], major),
+        "problems": problems
+        + _problems(kind, known, release, host, wishes, found["gpus"], major)
+        + _keyring_problems(repository, host),
         "notices": _notices(host, wishes, found["gpus"]),
     }
     result["lines"] = _lines(result, wishes)
@@ -257,6 +260,37 @@ def _kernel_packages(kind: str | None, have: Mapping[str, str], wishes: Mapping[
     return [name for name in have if (name in _KERNEL_REDHAT if kind == "redhat" else _KERNEL.match(name))]
 
 
+# SHA-256 of cuda-keyring_1.1-1_all.deb by the folder of NVIDIA's repository that it lies in: that package is installed
+# as root and brings the key that all others are checked by. Each was found in at least two public projects that do not
+# copy each other, Google's installer for Compute Engine among them (Debian and Ubuntu on x86_64).
+KEYRING = "cuda-keyring_1.1-1_all.deb"
+KEYRING_SHA256 = {
+    "debian12/x86_64": "e7f219eab6fe4819cdb5c15b98233dc3420302d9c00883219cd3d896857cf48d",
+    "ubuntu2204/x86_64": "d93190d50b98ad4699ff40f4f7af50f16a76dac3bb8da1eaaf366d47898ff8df",
+    "ubuntu2404/x86_64": "d2a6b11c096396d868758b86dab1823b25e14d70333f1dfa74da5ddaf6a06dba",
+    "ubuntu2404/sbsa": "6ea7d2737648936820e85677177957a0f6521b840d98eb0bbae0a4f003fa7249",
+}
+
+
+def _keyring_checksum(folder: str, wishes: Mapping[str, Any]) -> str | None:
+    """The checksum that the key's package must have, as get_url takes it; None if nobody has named one."""
+    known = KEYRING_SHA256.get(folder) if wishes["keyring"] == KEYRING else None
+    return str(wishes.get("keyring_checksum") or (f"sha256:{known}" if known else "")) or None
+
+
+def _keyring_problems(repository: Mapping[str, Any] | None, host: Mapping[str, Any]) -> list[str]:
+    """A key that nothing vouches for is not installed."""
+    if repository is None or not repository["keyring"] or "cuda-keyring" in host["packages"]:
+        return []
+    if repository["keyring_checksum"]:
+        return []
+    return [
+        f"{repository['keyring']}: found no checksum for this package, expected one, since the key that it brings "
+        "vouches for every package after it. Next: get its SHA-256 on a machine and by a way that you trust "
+        "(sha256sum), and set nvidia_stack_keyring_checksum: sha256:HEX"
+    ]
+
+
 def _repository(kind: str, release: str, host: Mapping[str, Any], wishes: Mapping[str, Any]) -> JsonDict | None:
     cuda = wishes["source"] == "cuda"
     name = {"debian": f"debian{release}", "ubuntu": "ubuntu" + release.replace(".", "")}.get(kind)
@@ -266,6 +300,7 @@ def _repository(kind: str, release: str, host: Mapping[str, Any], wishes: Mappin
         "base": base if cuda else None,
         "name": f"cuda-{name}-{base.rpartition('/')[2]}",
         "keyring": f"{base}/{wishes['keyring']}" if cuda and kind != "redhat" else None,
+        "keyring_checksum": _keyring_checksum("/".join(base.rsplit("/", 2)[1:]), wishes),
         # NVIDIA's packages for Debian depend on some of contrib; Debian's own are in non-free.
         "components": ("contrib" if cuda else "contrib non-free non-free-firmware") if kind == "debian" else None,
         "archive": host["archive"] if kind == "debian" else None,

@@ -101,6 +101,11 @@ SOURCES = {
     "model": "group_vars/all/models.yml and swapgate_models of your inventory",
 }
 SECRET_VARIABLES = ("VLLM_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+# Names of other secrets: not a count of TOKENS, not the _FILE or _PATH that holds one. And addresses with a password.
+_SECRET_NAME = re.compile(
+    r"(?!.*_(FILE|PATH)$)(.*(SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY).*|(.*_)?TOKEN$)", re.IGNORECASE
+)
+_USERINFO = re.compile(r"://[^/\s]*:[^/\s]*@")
 
 
 class VariantError(ValueError):
@@ -339,6 +344,13 @@ def _environment(where: str, environment: Mapping[str, Any]) -> JsonDict:
         if value is None:  # removes what an earlier layer set
             checked[str(key)] = None
             continue
+        if _SECRET_NAME.match(str(key)) or _USERINFO.search(str(value)):
+            holds = "a secret by its name" if _SECRET_NAME.match(str(key)) else "an address with a password"
+            raise VariantError(
+                f"{where}: {key} in `env` holds {holds}, and units can be read by every local user. Put it into a file "
+                "that only root reads (0600) and name that file in a drop-in of the unit: "
+                "[Service] EnvironmentFile=/etc/swapgate/NAME.env"
+            )
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise VariantError(
                 f"{where}: environment variable {key} is {value!r}; expected a string or a number. Quote the value."

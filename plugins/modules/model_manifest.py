@@ -29,6 +29,16 @@ options:
     description: The folder of the manifests. Created if it is not there.
     type: path
     default: /var/lib/swapgate/manifests
+  trust_remote_code:
+    description: Whether the engine runs Python code of the folder; a change of such code is then a problem.
+    type: bool
+    default: false
+  fetched:
+    description:
+      - Whether the folder was fetched in this very run. Only then are the hashes that the fetch wrote beside the files
+        taken for theirs; the record may as well have come with a copied folder.
+    type: bool
+    default: false
   rehash:
     description: Read every file again, even if its size and mtime are unchanged.
     type: bool
@@ -171,11 +181,31 @@ def read_json(path: Path) -> str | None:
         return None
 
 
-def gather(name: str, path: str, user: str, manifest_file: Path, rehash: bool) -> Gathered:
+def writing_problems(user: str, root: str) -> list[str]:
+    """Whether the service user, or everybody, may change the model; none for a user who is not there yet."""
+    try:
+        account = pwd.getpwnam(user)
+    except KeyError:
+        return []
+    below = [
+        str(Path(folder, name).relative_to(root))
+        for folder, folders, files in os.walk(root)
+        for name in folders + files
+    ]
+    gids = os.getgrouplist(user, account.pw_gid)
+    return model_manifest.write_problems("model folder", root, account.pw_uid, gids, below)
+
+
+def gather(params: dict[str, Any], user: str, path: str, manifest_file: Path) -> Gathered:
     """Look at the folder and hash what is new in it; ValueError with one line if the manifest there is damaged."""
     problems = model_manifest.verify_headers(path)
     found, _listed_by_verify = model_manifest.list_files(path)
     problems += reading_problems(user, path, [entry.path for entry in found])
+    problems += writing_problems(user, path)
+    runs_code = params["trust_remote_code"]
+    if runs_code:
+        config = Path(path, "config.json")
+        problems += model_manifest.foreign_code_problems(str(config), read_json(config) or "")
     text = read_json(manifest_file)
     before = None if text is None else model_manifest.load(text, str(manifest_file))
     record = Path(path, model_manifest.SOURCE_FILE)
@@ -183,15 +213,17 @@ def gather(name: str, path: str, user: str, manifest_file: Path, rehash: bool) -
     source = None if source_text is None else model_manifest.load_source(source_text, str(record))
     if problems:  # hashing takes minutes for a large model: not worth it for a folder that is refused anyway
         return Gathered({}, before, [], problems)
+    known = model_manifest.known_hashes(path, [source if params["fetched"] else None, before])
     # The record of a fetch has no "path": its hashes were taken before the folder was moved in place.
-    kept, to_hash = model_manifest.plan_hashes(found, model_manifest.known_hashes(path, [source, before]), rehash)
+    kept, to_hash = model_manifest.plan_hashes(found, known, params["rehash"])
     for entry in to_hash:
         kept[entry.path] = model_manifest.hash_file(f"{path}/{entry.path}")
-    after = model_manifest.build(name, path, found, kept)
+    after = model_manifest.build(params["name"], path, found, kept)
     if source is not None:
-        problems += model_manifest.source_problems(path, after, source)
+        problems += model_manifest.source_problems(path, after, source, runs_code)
     else:
-        problems += model_manifest.change_problems(path, model_manifest.changes(before, after), str(manifest_file))
+        differences = model_manifest.changes(before, after)
+        problems += model_manifest.change_problems(path, differences, str(manifest_file), runs_code)
     return Gathered(after, before, [entry.path for entry in to_hash], problems)
 
 
@@ -218,6 +250,8 @@ def main() -> None:
             "path": {"type": "path", "required": True},
             "user": {"type": "str", "required": True},
             "manifest_dir": {"type": "path", "default": "/var/lib/swapgate/manifests"},
+            "trust_remote_code": {"type": "bool", "default": False},
+            "fetched": {"type": "bool", "default": False},
             "rehash": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
@@ -226,7 +260,7 @@ def main() -> None:
     manifest_file = Path(module.params["manifest_dir"], f"{name}.json")
     if not Path(path).is_dir():
         found = "no such folder" if not Path(path).exists() else "no folder"
-        command = f"ls -ld {path}; copy the model there, or give the model a source {{repo, revision}}"
+        command = f"ls -ld {path}; copy it there, correct `path` or `drafts` of the model, or give the model a `source`"
         problem = problem_line(f"model {name}", path, found, "the model's folder", command)
         module.fail_json(msg=problem, problems=[problem])
     user = module.params["user"]
@@ -234,7 +268,7 @@ def main() -> None:
         module.warn(f"user {user} is not there yet: whether it can read the model is seen in the real run")
         user = pwd.getpwuid(os.geteuid()).pw_name
     try:
-        gathered = gather(name, path, user, manifest_file, module.params["rehash"])
+        gathered = gather(module.params, user, path, manifest_file)
     except (OSError, ValueError) as error:
         module.fail_json(msg=str(error), problems=[str(error)])
     if gathered.problems:
@@ -243,6 +277,8 @@ def main() -> None:
     if changed and not module.check_mode:
         write(module, manifest_file, model_manifest.dump(gathered.after))
     differences = model_manifest.changes(gathered.before, gathered.after)
+    for notice in model_manifest.change_notices(path, differences):
+        module.warn(notice)
     module.exit_json(
         changed=changed,
         id=gathered.after["id"],

@@ -487,6 +487,55 @@ def test_the_engines_words_and_what_to_do_are_two_sentences(host, monkeypatch):
     assert said == "ValueError: max_model_len is too long. Correct the variant's or the model's entry."
 
 
+def drafted(host, tmp_path, *argv):
+    """The host's variant with a draft folder of its own, and what preflight says of its models."""
+    layout, variant = host
+    draft = tmp_path / "draft"
+    if not draft.exists():
+        shutil.copytree(variant["model"]["path"], draft)
+    variant = dict(variant, speculative_config={"model": str(draft)}, argv=[*variant["argv"], *argv])
+    return draft, variant, lambda: preflight._model(variant, layout)
+
+
+def test_a_draft_is_held_to_the_rules_of_a_model(host, tmp_path):
+    draft, variant, problems = drafted(host, tmp_path)
+    # A host of an older swapgate has no manifest of a draft: no reason to refuse the way back.
+    assert problems() == [] and preflight.identity(variant, host[0])["draft"] is None
+    (draft / "pytorch_model.bin").write_bytes(b"x")
+    assert [line for line in problems() if f"{draft}/pytorch_model.bin: found pickled weights" in line]
+    (draft / "pytorch_model.bin").unlink()
+    found, _ = model_manifest.list_files(str(draft))
+    hashes = {file.path: model_manifest.hash_file(str(draft / file.path)) for file in found}
+    name = model_manifest.draft_name("tiny", str(draft))
+    manifest = model_manifest.build(name, str(draft), found, hashes)
+    (host[0].manifests / f"{name}.json").write_text(model_manifest.dump(manifest))
+    assert problems() == [] and preflight.identity(variant, host[0])["draft"] == manifest["id"]
+    (draft / "config.json").write_text('{"model_type": "other"}')
+    assert [line for line in problems() if f"model file: {draft}/config.json" in line]
+
+
+def test_remote_code_that_came_after_the_manifest_is_refused(host, tmp_path):
+    layout, variant = host
+    Path(variant["model"]["path"], "modeling_x.py").write_text("")
+    assert preflight._model(variant, layout) == []
+    trusting = dict(variant, argv=[*variant["argv"], "--trust-remote-code"])
+    [problem] = preflight._model(trusting, layout)
+    assert "model code (trust_remote_code runs it)" in problem
+
+
+@pytest.mark.parametrize("place", ["engine", "model", "draft"])
+def test_what_the_engine_may_change_itself_is_refused(host, tmp_path, place):
+    draft, variant, _ = drafted(host, tmp_path)
+    folder = {"engine": variant["engine"]["venv"] + "/bin", "model": variant["model"]["path"], "draft": str(draft)}[
+        place
+    ]
+    account = {"user": 4711, "group": 4711, "extra_groups": []}
+    assert preflight._writable(variant, account) == []
+    Path(folder).chmod(0o777)
+    [problem] = preflight._writable(variant, account)
+    assert problem.startswith(place) and f"{folder}: found writable by everybody" in problem
+
+
 @has_analyze
 def test_a_model_file_that_changed_since_its_manifest_is_refused(host):
     with (Path(host[1]["model"]["path"]) / "model.safetensors").open("ab") as file:

@@ -5,6 +5,7 @@ The program needs huggingface_hub: in this interpreter, or in the one that SWAPG
 
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -284,3 +285,33 @@ def test_each_refusal_is_one_line(root, tmp_path):
             assert "next: " in error
         assert not target.exists()
         assert fetch(served, target, **TOKEN)[0] == 0
+
+
+def plain_order(tmp_path, endpoint):
+    return fetch_model.Order(NAME, "0" * 40, endpoint, tmp_path / "tiny", 0)
+
+
+def test_a_token_is_never_sent_in_the_clear(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with pytest.raises(fetch_model.Problem, match=r"a token for http://mirror\.example\.org, expected") as refusal:
+        fetch_model.run(plain_order(tmp_path, "http://mirror.example.org"), plan=True)
+    assert "hf_secret" not in str(refusal.value)
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example.org")
+    with pytest.raises(fetch_model.Problem, match="a token for"):
+        fetch_model.check_transport(plain_order(tmp_path, None))
+
+
+def test_hashes_that_came_in_the_clear_are_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    [notice] = fetch_model.check_transport(plain_order(tmp_path, "http://u:pw@mirror.example.org"))
+    assert "http://mirror.example.org is not encrypted" in notice and "pw" not in notice
+    for endpoint in ("https://hub.example.org", "http://127.0.0.1:18765", None):
+        assert fetch_model.check_transport(plain_order(tmp_path, endpoint)) == []
+
+
+def test_the_token_is_taken_from_stdin(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hf_secret\n"))
+    words = ["--repo", NAME, "--revision", "0" * 40, "--path", "/srv/models/tiny", "--token-stdin"]
+    fetch_model.order_from(words)
+    assert os.environ["HF_TOKEN"] == "hf_secret"

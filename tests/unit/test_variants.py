@@ -448,6 +448,37 @@ def test_a_secret_is_refused_in_env_and_its_value_not_repeated(place, name):
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "holds"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "s3cret", "a secret by its name"),
+        ("SOME_API_KEY", "s3cret", "a secret by its name"),
+        ("wandb_api_key", "s3cret", "a secret by its name"),
+        ("DB_PASSWORD", "s3cret", "a secret by its name"),
+        ("GITHUB_TOKEN", "s3cret", "a secret by its name"),
+        ("HTTPS_PROXY", "http://u:s3cret@proxy.example.org:3128", "an address with a password"),
+    ],
+)
+def test_other_secrets_are_refused_in_env_with_a_place_for_them(name, value, holds):
+    with pytest.raises(VariantError) as caught:
+        resolve(table=one({"env": {name: value}}))
+    assert f"{name} in `env` holds {holds}" in str(caught.value) and "s3cret" not in str(caught.value)
+    assert "EnvironmentFile=" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE", "1"),
+        ("SSL_KEY_PASSWORD_FILE", "/run/x"),
+        ("HTTPS_PROXY", "http://proxy.example.org:3128"),
+    ],
+)
+def test_what_only_looks_like_a_secret_is_taken(name, value):
+    assert resolve(table=one({"env": {name: value}}))["env"][name] == value
+
+
 # --- the resolved variant --------------------------------------------------------------------------------------------
 
 

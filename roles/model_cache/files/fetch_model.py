@@ -9,11 +9,12 @@ always a whole one. What was fetched is written into <path>/.swapgate-source.jso
 need not read the model again.
 
 Only what a safetensors engine reads is fetched: pickled weights (which run code when loaded) never, weights of other
-formats and dotfiles neither. The token of a gated repo comes from HF_TOKEN, proxies and certificates from the usual
+formats and dotfiles neither. The token of a gated repo is read from stdin (--token-stdin), so that it is in no command
+line, or is in HF_TOKEN; it is never sent over http:// to another host. Proxies and certificates come from the usual
 variables.
 
 stdout: one JSON object {"state": "present" | "missing" | "fetched", "path", "revision", "files", "size_mib",
-"needed_mib", "free_mib", "resumed_mib", "skipped": [name]}. stderr: one line per problem.
+"needed_mib", "free_mib", "resumed_mib", "skipped": [name], "notices": [text]}. stderr: one line per problem.
 Exit codes: 0 done (or, with --plan, could be done); 1 a problem that a person has to solve; 3 interrupted, run again.
 """
 
@@ -31,11 +32,12 @@ import os
 import re
 import shutil
 import sys
+import urllib.parse
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill")
 # Other frameworks' copies of the same weights: often as large as the model itself.
 FOREIGN_SUFFIXES = (".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".tflite", ".ot", ".mlmodel")
 WEIGHTS_SUFFIX = ".safetensors"
@@ -135,6 +137,28 @@ def check_present(order: Order) -> bool:
         found = f"{record['repo']}@{record['revision']}"
         raise Problem("model path", str(order.path), found, order.source, command)
     return True
+
+
+def in_the_clear(order: Order) -> str | None:
+    """The hub's address if what it sends, hashes included, can be changed on the way; None over TLS or loopback."""
+    address = urllib.parse.urlsplit(order.endpoint or os.environ.get("HF_ENDPOINT") or "https://")
+    if address.scheme == "https" or address.hostname in ("127.0.0.1", "::1", "localhost"):
+        return None
+    return f"{address.scheme}://{address.hostname}"
+
+
+def check_transport(order: Order) -> list[str]:
+    """Notices about the way to the hub; Problem if the token would go over it for everybody to read."""
+    place = in_the_clear(order)
+    if place is None:
+        return []
+    if os.environ.get("HF_TOKEN"):
+        command = "give model_cache_source an https:// endpoint, or take model_cache_token away"
+        raise Problem("model source", order.source, f"a token for {place}", "https, which keeps it secret", command)
+    return [
+        f"{order.source}: {place} is not encrypted: the files are checked against hashes that came the same way, so "
+        "who sits on the way can change both. Use an https:// endpoint, or compare the manifest's hashes with the repo."
+    ]
 
 
 def hub_problem(order: Order, error: Exception) -> Problem:
@@ -250,9 +274,10 @@ def move_in_place(order: Order, entries: list[dict[str, Any]]) -> None:
 
 def run(order: Order, plan: bool) -> dict[str, Any]:
     """Fetch, or with `plan` only find out whether that would work. The dict that main() prints."""
-    report: dict[str, Any] = {"path": str(order.path), "revision": order.revision}
+    report: dict[str, Any] = {"path": str(order.path), "revision": order.revision, "notices": []}
     if check_present(order):
         return {"state": "present", **report, "needed_mib": 0, "skipped": []}
+    report["notices"] = check_transport(order)
     files, skipped = choose(list_remote(order), order.source)
     size = sum(file.size for file in files)
     resumed = sum(bytes_here(order.partial, file) for file in files)
@@ -300,7 +325,10 @@ def order_from(arguments: list[str] | None) -> tuple[Order, bool]:
     parser.add_argument("--path", required=True, type=Path, help="the model's folder")
     parser.add_argument("--min-free-mib", type=int, default=0, help="space that must stay free")
     parser.add_argument("--plan", action="store_true", help="fetch nothing: check source, space and what is there")
+    parser.add_argument("--token-stdin", action="store_true", help="read the hub's token from the first line of stdin")
     options = parser.parse_args(arguments)
+    if options.token_stdin:
+        os.environ["HF_TOKEN"] = sys.stdin.readline().strip()
     if not re.fullmatch(r"[0-9a-f]{40}", options.revision):
         command = "copy the full commit hash from the repo's history (a branch or tag can move)"
         raise Problem("model source", options.repo, options.revision, "40 hexadecimal digits as revision", command)

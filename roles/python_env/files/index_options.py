@@ -1,8 +1,8 @@
-"""Print this host's pip index settings as uv's options, for uv reads no pip.conf.
+"""Print where this host's pip looks for packages, since uv reads no pip.conf.
 
-Run by an interpreter whose environment has pip. Prints one JSON object: `options`, the words for uv's command line, and
-`places`, the same for a person ("index https://...", "folder /..."). What pip says last wins: a variable over the
-user's file over the system's file.
+Run by an interpreter whose environment has pip. Prints one JSON object: no_index, index (empty: the public one),
+extra_indexes, find_links and insecure_hosts. Addresses may hold passwords: never shown. What pip says last wins: a
+variable over the user's file over the system's file.
 """
 
 import ast
@@ -23,33 +23,22 @@ def settings(listing):
     return found
 
 
-def options(found):
-    """(uv's options, places for a person) for pip's settings."""
-    words = []
-    places = []
-    if found.get("no-index", "").lower() in ("1", "true", "yes", "on"):
-        words.append("--no-index")
-    else:
-        if found.get("index-url"):
-            words += ["--default-index", found["index-url"]]
-        places.append("index " + found.get("index-url", "of the Python Package Index"))
-        for url in found.get("extra-index-url", "").split():
-            words += ["--index", url]
-            places.append("index " + url)
-    for place in found.get("find-links", "").split():
-        words += ["--find-links", place]
-        places.append("folder " + place)
-    for host in found.get("trusted-host", "").split():
-        words += ["--allow-insecure-host", host]
-    return words, places
+def sources(found):
+    """Where packages come from, as role python_env writes it down for uv, from pip's settings."""
+    return {
+        "no_index": found.get("no-index", "").lower() in ("1", "true", "yes", "on"),
+        "index": found.get("index-url", ""),
+        "extra_indexes": found.get("extra-index-url", "").split(),
+        "find_links": found.get("find-links", "").split(),
+        "insecure_hosts": found.get("trusted-host", "").split(),
+    }
 
 
 def main():
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
-    words, places = options(settings(listing))
-    print(json.dumps({"options": words, "places": places}))
+    print(json.dumps(sources(settings(listing))))
 
 
 if __name__ == "__main__":

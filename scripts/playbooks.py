@@ -146,7 +146,8 @@ def run(
         status = str(done.status)
         if status == "successful":
             return status, ""
-        return "canceled" if stopped.is_set() else status, (done.stdout.read() or "").strip()[-SHOWN:]
+        with done.stdout as printed:
+            return "canceled" if stopped.is_set() else status, printed.read().strip()[-SHOWN:]
 
 
 def watched(view: Any, console: Console, start: Callable[[], str]) -> str:

@@ -143,11 +143,11 @@ def run(
             quiet=True,
             **what,
         )
-        status = str(done.status)
-        if status == "successful":
+        status = "canceled" if stopped.is_set() else str(done.status)
+        if status in ("successful", "canceled"):
             return status, ""
         with done.stdout as printed:
-            return "canceled" if stopped.is_set() else status, printed.read().strip()[-SHOWN:]
+            return status, printed.read().strip()[-SHOWN:]
 
 
 def watched(view: Any, console: Console, start: Callable[[], str]) -> str:

@@ -127,7 +127,8 @@ def run(
         done = ansible_runner.run(
             private_data_dir=folder,
             project_dir=os.getcwd(),  # where Ansible runs: a file named on the command line is looked for here
-            inventory=[str(Path(path).resolve()) for path in inventories or [str(ROOT / "inventory/sandbox")]],
+            # Without one it is ANSIBLE_INVENTORY's, or else that of ansible.cfg, as for ansible-playbook.
+            inventory=[str(Path(path).resolve()) for path in inventories] if inventories else None,
             envvars={
                 "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
                 "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -142,10 +143,11 @@ def run(
             quiet=True,
             **what,
         )
-        status = str(done.status)
-        if status == "successful":
+        status = "canceled" if stopped.is_set() else str(done.status)
+        if status in ("successful", "canceled"):
             return status, ""
-        return "canceled" if stopped.is_set() else status, (done.stdout.read() or "").strip()[-SHOWN:]
+        with done.stdout as printed:
+            return status, printed.read().strip()[-SHOWN:]
 
 
 def watched(view: Any, console: Console, start: Callable[[], str]) -> str:

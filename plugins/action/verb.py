@@ -39,7 +39,7 @@ class ActionModule(ActionBase):
         done["changed"] = False
         said = [line.strip() for line in str(done.get("stderr", "")).splitlines() if line.strip()]
         if done.get("rc") in exits and "cmd" in done and "start" in done:
-            done.pop("failed", None)
+            done["failed"] = False  # said, since Ansible takes an exit code that is not 0 for a failure
             done["installed"] = True
             try:
                 done["json"] = json.loads(done["stdout"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ CRASH = {"crash_at": "weights", "crash_with": "cuda_oom"}
 
 def deploy(host: Host, *words: str) -> Command:
     inventories = ["-i", str(host.sandbox["inventory"]), "-i", str(host.inventory)]
-    return Command([sys.executable, str(ROOT / "scripts/deploy.py"), *words, *inventories])
+    return Command([str(ROOT / "scripts/deploy.py"), *words, *inventories])
 
 
 def test_swapped_is_0_and_the_last_line_is_json(host: Host) -> None:
@@ -48,7 +47,7 @@ def test_refused_is_2(host: Host) -> None:
     for words, said in (
         (("ngrm",), "variant 'ngrm' does not exist"),
         (("mistyped", "--preflight"), "draft_tensor_parallel_size"),
-        (("ngram", "-e", "nonsense"), "expected K=V"),
+        (("ngram", "-e", "nonsense"), "expected KEY=VALUE"),
     ):
         run = deploy(host, *words).wait()
         assert run.code == 2, run.text[-3000:]
@@ -101,7 +100,7 @@ def test_ctrl_c_leaves_the_swap_to_the_host_and_the_same_command_attaches(host: 
         first.interrupt()
         interrupted = first.wait(20)
         assert interrupted.code == 130, interrupted.text[-3000:]
-        assert "interrupted; a swap that had begun goes on" in interrupted.flat
+        assert f"interrupted; the swap on {host.name} goes on" in interrupted.flat
         assert host.status()["swap"]["outcome"] is None, "the swap ended with the controller"
         second = deploy(host, "ngram", "--json").wait()
     assert second.code == 0, second.text[-3000:]

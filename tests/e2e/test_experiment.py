@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,7 @@ def plan(folder: Path, **keys: Any) -> Path:
 
 def experiment(host: Host, *words: str) -> Command:
     inventories = ["-i", str(host.sandbox["inventory"]), "-i", str(host.inventory)]
-    return Command([sys.executable, str(ROOT / "scripts/experiment.py"), *words, *inventories])
+    return Command([str(ROOT / "scripts/experiment.py"), *words, *inventories])
 
 
 @pytest.mark.skipif(not os.environ.get("SWAPGATE_SLOW"), reason="takes five minutes: SWAPGATE_SLOW=1")

@@ -79,9 +79,9 @@ def test_consent_is_asked_for_and_a_no_touches_nothing(host: Host, words: list[s
 
 def test_a_yes_swaps(host: Host) -> None:
     with terminal(host, DEPLOY) as child:
-        child.expect(r"This stops baseline on sandbox\. Type yes to go on: ")
+        child.expect(rf"This stops baseline on {host.name}\. Type yes to go on: ")
         child.sendline("yes")
-        child.expect("sandbox: swapped")
+        child.expect(f"{host.name}: swapped")
         assert code(child) == 0
     assert host.enabled() == [NGRAM]
 
@@ -112,6 +112,6 @@ def test_ctrl_c_in_mid_swap_leaves_the_swap_to_the_host(host: Host) -> None:
             child.expect("watch")
             swap_id = host.status()["swap"]["id"]
             child.sendintr()
-            child.expect("interrupted; the swap on sandbox goes on", timeout=30)
+            child.expect(f"interrupted; the swap on {host.name} goes on", timeout=30)
             assert code(child) == 130
         assert host.await_swap(swap_id)["outcome"] == "swapped"

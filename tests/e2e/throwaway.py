@@ -379,7 +379,7 @@ class Host:
 
     def command(self, playbook: str, *options: str, **variables: Any) -> Command:
         """Start ansible-playbook on this host."""
-        extra = ["-e", json.dumps(variables)] if variables else []
+        extra = [word for item in variables.items() for word in ("-e", as_typed(*item))]
         return Command(
             [
                 str(BIN / "ansible-playbook"),
@@ -400,6 +400,13 @@ class Host:
     def deploy(self, variant: str, *options: str, **variables: Any) -> Run:
         """`ansible-playbook playbooks/deploy.yml -e variant=...`."""
         return self.ansible("playbooks/deploy.yml", *options, variant=variant, **variables)
+
+
+def as_typed(name: str, value: Any) -> str:
+    """A variable as a person gives it to -e: a text, but JSON where it is a list or a dictionary."""
+    if isinstance(value, (list, dict)):
+        return json.dumps({name: value})
+    return f"{name}={shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}"
 
 
 def free_port(first: int) -> int:

@@ -11,8 +11,6 @@ The playbook is playbooks/deploy.yml; this adds the view, one JSON line of resul
 from __future__ import annotations
 
 import argparse
-import getpass
-import json
 import re
 import sys
 import time
@@ -217,8 +215,7 @@ def problem_of(args: argparse.Namespace, options: Sequence[str]) -> str | None:
 
 def run(args: argparse.Namespace, options: Sequence[str], view: View) -> str:
     """Run the playbook; returns ansible-runner's status."""
-    by = json.dumps({"vllm_swap_by": playbooks.literal(getpass.getuser())})
-    given = [word for value in (by, *args.extra_vars) for word in ("-e", value)]
+    given = [word for value in args.extra_vars for word in ("-e", value)]
     extra: dict[str, Any] = {"variant": args.variant}
     if args.allow_disruption:
         extra["allow_disruption"] = True
@@ -244,7 +241,10 @@ def deployed(args: argparse.Namespace, options: Sequence[str], view: View) -> st
     The second run says anew what serves, so that an answer given late is not taken for more than was asked.
     """
     status = playbooks.watched(view, view.console, lambda: run(args, options, view))
-    while status != "canceled" and view.questions and playbooks.can_ask() and agreed(view):
+    while status != "canceled" and view.questions and playbooks.can_ask():
+        if not agreed(view):
+            view.failures = dict.fromkeys(view.questions, "nobody agreed. Nothing was touched.")
+            break
         view.results, view.failures = {}, {}
         status = playbooks.watched(view, view.console, partial(run, args, options, view))
     return status

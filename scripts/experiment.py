@@ -12,7 +12,6 @@ runs/ID): experiment.json says how far it came.
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import os
 import shutil
@@ -110,7 +109,7 @@ class Host:
 
     def play(self, playbook: str, **extra: Any) -> tuple[list[JsonDict], list[str]]:
         """Run one of our playbooks on this host."""
-        extra = {"vllm_swap_by": getpass.getuser(), "allow_disruption": True, **extra}
+        extra = {"allow_disruption": True, **extra}
         # What a host once said, such as the name of its variant, is never a template here.
         given = {key: playbooks.literal(value) if isinstance(value, str) else value for key, value in extra.items()}
         return self._run(playbook=str(ROOT / "playbooks" / playbook), limit=self.name, extravars=given)

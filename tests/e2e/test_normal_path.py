@@ -135,20 +135,20 @@ def test_the_plan_names_what_changes_and_diff_shows_it_against_what_serves(host:
     plan = run.text[run.text.index("what changes, from what serves, baseline@") :]
     assert [line.strip() for line in plan.splitlines()[1:4]][:2] == ["+ --max-num-seqs 4", "+ MY_SETTING=1"], plan
     assert re.search(
-        rf"{host.name}: stops 'baseline@\w{4}' and drops its traffic until 'baseline@\w{4}' has loaded", run.flat
+        rf"{host.name}: stops 'baseline@\w{{4}}' and drops its traffic until 'baseline@\w{{4}}' has loaded", run.flat
     )
     diff = [line for line in run.text.splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
     assert sorted(diff) == ["+    --max-num-seqs 4 \\", '+Environment="MY_SETTING=1"'], run.text
 
 
 def test_a_swap_under_way_is_told_at_the_first_look(host: Host) -> None:
-    with host.knobs(load_s=25):
+    with host.knobs(load_s=70):
         swap_id = host.ask("ngram")
         host.await_phase(swap_id, "watch")
         other = host.deploy("baseline")
         same = host.deploy("ngram", "--check")
         assert not host.status()["swap"]["outcome"], "the swap was over before it was looked at"
-        host.await_swap(swap_id, 90)
+        host.await_swap(swap_id, 180)
     words = rf"{host.name}: a swap to 'ngram', asked for by \w+ \d+ s ago, is in phase watch"
     assert other.code != 0 and re.search(
         words + ": a swap to 'baseline' would be refused until it has ended", other.flat

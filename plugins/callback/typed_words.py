@@ -78,6 +78,11 @@ class CallbackModule(CallbackBase):
         words = play.get_variable_manager().extra_vars
         known = options()
         wrong = []
+        if "_raw_params" in words:  # where Ansible keeps words without a name, and then forgets them
+            wrong.append(
+                f"-e: found the words {str(words['_raw_params'])!r} without a name, expected NAME=VALUE. Quote a value "
+                "of several words once more: -e \"because='two words'\"."
+            )
         for name in sorted(set(words) & set(known)):
             try:
                 words[name] = typed(name, words[name], known[name])

@@ -40,6 +40,16 @@ def play(folder, *words):
     return (json.loads(out.read_text()) if out.exists() else None), done
 
 
+def test_a_value_of_several_words_is_not_cut_in_silence(tmp_path):
+    seen, done = play(tmp_path, "because=too slow")
+    assert seen is None and done.returncode == 2
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "-e: found the words 'slow' without a name" in said and "because='two words'" in said
+    (tmp_path / "callback_plugins").unlink()
+    seen, done = play(tmp_path, "because='too slow'")
+    assert seen == {"because": "too slow"}, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_switch_is_one_and_every_number_is_one(tmp_path, text):
     assert len(BOOLS) > 15 and len(NUMBERS) > 10
